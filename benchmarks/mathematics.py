@@ -1,4 +1,4 @@
-"""The ``math`` verifier beside plain math-verify, on the labelled pairs of ``tests/unit/extras/maths/pairs.jsonl``.
+"""The ``math`` verifier beside plain math-verify, on the labelled pairs of ``mathematics_pairs.jsonl``.
 
 Prints how often each takes a wrong answer for a right one and the other way round, per kind of answer, and the mean
 time of a comparison. An answer stands in ``\\boxed{}``, but for whole responses (kind ``prose``).
@@ -17,7 +17,7 @@ from pathlib import Path
 from roll.extras.maths.verifier import MathConfig, MathVerifier
 from roll.rewards.types import Sample
 
-PAIRS = Path(__file__).parents[1] / "tests" / "unit" / "rewards" / "maths" / "pairs.jsonl"
+PAIRS = Path(__file__).with_name("mathematics_pairs.jsonl")
 
 
 def roll_says() -> Callable[[str, str], bool]:

@@ -25,7 +25,6 @@ from roll.configs.distill import DistillConfig, DistillLossConfig
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
-from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.offline import HeldOutConfig, OfflineConfig, SFTConfig
 from roll.configs.pipeline import (
     CheckpointConfig,
@@ -47,7 +46,7 @@ from roll.configs.preference import (
     RewardTrainingConfig,
 )
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
-from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
+from roll.configs.rewards import AskedModelConfig, JudgeEngine, RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig, ValInferConfig
 from roll.configs.rlvr import RLVRConfig, UserConfig
 from roll.configs.schema import default_text, range_text, type_text

@@ -1,6 +1,6 @@
 """Writes a section of docs/scaling.md: published speeds beside what `roll plan` forecasts, and steps of some sizes.
 
-A forecast is made by the functions of `roll/extras/plan/times.py`, from the published batch size, mean and longest
+A forecast is made by the functions of `roll/extras/plan/work.py`, from the published batch size, mean and longest
 length, layout and GPUs. Rows marked as calibration were used to fit the constants there; no others were.
 """
 
@@ -14,8 +14,7 @@ from typing import Any
 from generated import write_or_check
 
 from roll.configs.worker import WorkerConfig
-from roll.extras.plan.times import Samples, rollout_time, scoring_time, sync_time, training_time
-from roll.extras.plan.work import Role
+from roll.extras.plan.work import Role, Samples, rollout_time, scoring_time, sync_time, training_time
 from roll.models.shapes import ModelShape
 from roll.utils.gpus import GPUS
 
@@ -199,7 +198,7 @@ def section() -> Iterator[str]:
         f"`scripts/generate_forecast_docs.py` makes this table with the functions of `roll plan` "
         "([planning.md](planning.md#time)). "
         f"Of {len(ROWS)} published speeds {len(ROWS) - len(told)} were used to fit the constants of "
-        f"`roll/extras/plan/times.py`; of the other {len(told)}, {within} are forecast within a factor of {FACTOR}. "
+        f"`roll/extras/plan/work.py`; of the other {len(told)}, {within} are forecast within a factor of {FACTOR}. "
         "All but the last are other systems: the table shows how far the arithmetic carries, not how fast ROLL is."
     )
     yield ""

@@ -9,11 +9,10 @@ from pydantic import Field
 from roll.configs.agent import AgentConfig
 from roll.configs.data import PICTURE_BOUNDS
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
-from roll.configs.judge import AskedModelConfig
 from roll.configs.pipeline import TINY, WarmStartConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
-from roll.configs.rewards import RewardFilterConfig
+from roll.configs.rewards import AskedModelConfig, RewardFilterConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
 from roll.configs.schema import did_you_mean

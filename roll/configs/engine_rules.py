@@ -87,9 +87,18 @@ def check_optimizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A trained role has an optimizer that its engine can step with, and Muon whole matrices to orthogonalise."""
     for role, worker in sections(config):
         got, card = worker.training_args.optimizer, worker.strategy_args.card
+        path, strategy = f"{role}.training_args.optimizer", f"{role}.strategy_args.strategy_name"
+        if rates := worker.training_args.learning_rate_of:
+            key, lora = f"{role}.training_args.learning_rate_of", f"{role}.model_args.lora_target"
+            if role not in TRAINED:
+                yield ConfigProblem(key, rates, f"nothing: {role} trains nothing")
+            elif card is not None and not card.trains_modules:
+                expected = f"nothing with {worker.strategy_args.strategy_name}, which has one rate for all"
+                yield ConfigProblem(key, rates, expected, involves=(strategy,))
+            elif role == "actor_train" and config.uses_lora:
+                yield ConfigProblem(key, rates, f"nothing with {lora}: the model's own parts stay", involves=(lora,))
         if role not in TRAINED or got == "adamw":
             continue
-        path, strategy = f"{role}.training_args.optimizer", f"{role}.strategy_args.strategy_name"
         if card is not None and got not in card.optimizers:
             expected = f"{' or '.join(card.optimizers)} with {worker.strategy_args.strategy_name}"
             hint = "only fsdp2_train gathers whole matrices, which muon needs"

@@ -19,7 +19,7 @@ from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rules import TRAINED, Rule
 from roll.configs.teacher import OnPolicyDistillationConfig, TeacherTerm
 from roll.configs.tools import ToolsConfig
-from roll.configs.worker import DeviceMapping, EnvironmentVariables, StrategyArguments, WorkerConfig
+from roll.configs.worker import DEFAULT_GENERATOR, DeviceMapping, EnvironmentVariables, StrategyArguments, WorkerConfig
 
 VAL_INFER = "val_infer"
 """Name of their section and their cluster."""
@@ -50,10 +50,6 @@ class ValInferConfig(Config):
                 "system_envs": {**actor_infer.system_envs, **self.system_envs},
             }
         )
-
-
-DEFAULT_GENERATOR = "hf_infer"
-"""The engine that answers, where nobody names one."""
 
 
 class AdditionalPromptsConfig(Config):

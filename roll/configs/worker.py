@@ -18,6 +18,8 @@ from roll.configs.schema import Described
 
 MAX_EXPRESSION_CHARACTERS = 1000
 MAX_DEVICES = 1_000_000
+DEFAULT_GENERATOR = "hf_infer"
+"""The engine that answers, where nobody names one."""
 SYNTAX = "a list of device ids, or an expression such as list(range(0,8)) + [12, 13]"
 
 
@@ -250,6 +252,12 @@ class TrainingArguments(Wsd, Cosine, Muon):
         "updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, biases, experts).",
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
+    learning_rate_of: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="Peak learning rates of parts of the model, by module names as in the checkpoint, such as "
+        "{model.visual: 2.0e-7, model.visual.merger: 2.0e-6}; the longest name that fits counts. fsdp2_train and "
+        "deepspeed_train with adamw.",
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
     weight_decay_end: float | None = Field(
         default=None, ge=0, description="Weight decay at the end of the run; null: constant."
@@ -294,6 +302,8 @@ class TrainingArguments(Wsd, Cosine, Muon):
         if self.warmup_steps and self.warmup_ratio:
             expected = f"0 with warmup_steps {self.warmup_steps}: one of the two"
             yield self.problem("warmup_ratio", expected, "warmup_steps")
+        if self.learning_rate_of and self.optimizer != "adamw":
+            yield self.problem("learning_rate_of", f"nothing with optimizer {self.optimizer}", "optimizer")
         if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
             expected = "constant_with_warmup, since there is a warm-up"
             yield self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio")

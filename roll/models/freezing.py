@@ -1,9 +1,9 @@
-"""Parts of a model that take no gradient, by the beginnings of their names."""
+"""Parts of a model by the beginnings of their names: those that take no gradient, or learn at a rate of their own."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from roll.models.heads import text_modules
@@ -15,24 +15,28 @@ if TYPE_CHECKING:
 class UnknownPartError(ValueError):
     """A prefix that no parameter of the model begins with, or prefixes that leave nothing to train."""
 
-    def __init__(self, reason: str, expected: str) -> None:
-        self.reason, self.expected = reason, expected
-        super().__init__(f"model_args.freeze_module_prefix: {reason}, expected {expected}")
+    def __init__(self, key: str, reason: str, expected: str) -> None:
+        self.key, self.reason, self.expected = key, reason, expected
+        super().__init__(f"{key}: {reason}, expected {expected}")
 
 
-def frozen_parameters(model: PreTrainedModel, prefixes: Sequence[str], *, head: bool = False) -> frozenset[str]:
-    """Names of the parameters below some prefixes, as a checkpoint of the language model has them.
+FREEZE, RATES = "model_args.freeze_module_prefix", "training_args.learning_rate_of"
+"""The keys that name parts."""
 
-    A prefix is a whole name of a module or parameter (``model.layers.1`` is not ``model.layers.10``). A tied parameter
-    is frozen by each of its names. A trunk's names begin like those of the whole model.
+
+def parts_of(model: PreTrainedModel, prefixes: Collection[str], key: str) -> dict[str, str]:
+    """Names of the parameters below some prefixes, as a checkpoint of the language model has them, and by prefix.
+
+    A prefix is a whole name of a module or parameter (``model.layers.1`` is not ``model.layers.10``); the longest
+    that a name begins with counts. A tied parameter is below a prefix by each of its names. A trunk's names begin like
+    those of the whole model.
 
     Args:
         model: a causal language model, or its trunk.
-        prefixes: what is frozen; nothing is without any.
-        head: something on the trunk is trained whatever is frozen.
+        key: of the configuration, for errors.
 
     Raises:
-        UnknownPartError: a prefix without parameters, or none are left to train.
+        UnknownPartError: a prefix without parameters.
     """
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -43,15 +47,33 @@ def frozen_parameters(model: PreTrainedModel, prefixes: Sequence[str], *, head: 
             modules = sorted({name[:end] for name in known for end, sign in enumerate(name) if sign == "."})
             near = difflib.get_close_matches(prefix, modules, n=3, cutoff=0.5) or modules[:3]
             raise UnknownPartError(
+                key,
                 f"{prefix!r} is not a part of {type(model).__name__}",
                 f"names of modules or parameters; the nearest: {', '.join(near)}",
             )
-    frozen = [
-        names for names in aliases.values() if any(_begins(name, prefix) for name in names for prefix in prefixes)
-    ]
-    if len(frozen) == len(aliases) and not head:
-        raise UnknownPartError(f"{', '.join(prefixes)} is all of {type(model).__name__}", "something left to train")
-    return frozenset(name for names in frozen for name in names)
+    found: dict[str, str] = {}
+    for names in aliases.values():
+        fitting = [prefix for prefix in prefixes if any(_begins(name, prefix) for name in names)]
+        if fitting:
+            found |= dict.fromkeys(names, max(fitting, key=len))
+    return found
+
+
+def frozen_parameters(model: PreTrainedModel, prefixes: Sequence[str], *, head: bool = False) -> frozenset[str]:
+    """Names of the parameters below some prefixes (``parts_of``).
+
+    Args:
+        prefixes: what is frozen; nothing is without any.
+        head: something on the trunk is trained whatever is frozen.
+
+    Raises:
+        UnknownPartError: a prefix without parameters, or none are left to train.
+    """
+    frozen = frozenset(parts_of(model, prefixes, FREEZE))
+    if not head and all(whole_name(model, name) in frozen for name, _ in model.named_parameters()):
+        reason = f"{', '.join(prefixes)} is all of {type(model).__name__}"
+        raise UnknownPartError(FREEZE, reason, "something left to train")
+    return frozen
 
 
 def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, head: bool = False) -> None:
@@ -60,6 +82,20 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str], *, head: bool = Fals
     for name, parameter in model.named_parameters():
         if whole_name(model, name) in frozen:
             parameter.requires_grad_(False)
+
+
+def own_rates(model: PreTrainedModel, rates: Mapping[str, float]) -> dict[str, float]:
+    """Learning rates of parameters by name: those below a prefix of ``rates``.
+
+    Raises:
+        UnknownPartError: a prefix without parameters, or with none that is trained.
+    """
+    parts = parts_of(model, rates, RATES)
+    trained = {whole_name(model, name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if idle := sorted(rates.keys() - {parts[name] for name in parts.keys() & trained}):
+        reason = f"nothing of {', '.join(idle)} is trained with a rate of its own"
+        raise UnknownPartError(RATES, reason, "parts that are trained, and not named whole by longer prefixes")
+    return {name: rates[prefix] for name, prefix in parts.items()}
 
 
 def freeze_towers(model: PreTrainedModel) -> None:

@@ -88,7 +88,7 @@ class ScoreWorker(Worker):
 
     def probe_logprobs(self, batch: Batch) -> TokenScores:
         """As ``logprobs``, but these micro-batches are not those that are compared with the model's own forward."""
-        from roll.distributed.replaced import replaced
+        from roll.utils.foreign import replaced
 
         compares = hasattr(self.strategy, "own_forward")
         with self.clock.work(), replaced(self.strategy, own_forward=None) if compares else contextlib.nullcontext():

@@ -489,23 +489,26 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
 
 
 def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The model has the parts that ``freeze_module_prefix`` names, and others to train."""
+    """The model has the parts that ``freeze_module_prefix`` and ``learning_rate_of`` name, and others to train."""
     for role, worker in sections(config):
         prefixes = worker.model_args.frozen_prefixes if role in TRAINED else ()
-        sizes = model_config(config, role) if prefixes else None
+        rates = worker.training_args.learning_rate_of if role in TRAINED else {}
+        sizes = model_config(config, role) if prefixes or rates else None
         if sizes is None or (model := _outline(config, role)) is None:
             continue
-        from roll.models.freezing import UnknownPartError, frozen_parameters
+        from roll.models.freezing import FREEZE, RATES, UnknownPartError, frozen_parameters, parts_of
 
         try:
+            parts_of(model, rates, RATES)
             frozen = frozen_parameters(model, prefixes, head=role == "critic")
         except UnknownPartError as error:
             if (seeing := _outline(config, role, pictures=True)) is not None:  # names of a run with pictures
                 with contextlib.suppress(UnknownPartError):
+                    parts_of(seeing, rates, RATES)
                     frozen_parameters(seeing, prefixes, head=role == "critic")
                     continue
-            key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
-            yield ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",))
+            seen = worker.model_args.freeze_module_prefix if error.key == FREEZE else rates
+            yield ConfigProblem(f"{role}.{error.key}", seen, error.expected, error.reason, involves=("pretrain",))
             continue
         if (card := worker.strategy_args.card) is not None and card.frozen_fit:
             for problem in _import(card.frozen_fit)(worker, sizes, frozen):

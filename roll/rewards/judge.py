@@ -23,8 +23,8 @@ import jinja2.meta
 import jinja2.sandbox
 from pydantic import Field, JsonValue
 
-from roll.configs.judge import JudgeEngine
 from roll.configs.problems import ConfigErrors, ConfigProblem, Words, pattern_problems
+from roll.configs.rewards import JudgeEngine
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, JudgeQuestion, SamplingParams
 from roll.data.templates import ChatTemplate

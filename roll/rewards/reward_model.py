@@ -29,7 +29,6 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigErrors
 from roll.data.control_text import ControlText
 from roll.data.templates import read_template
-from roll.rewards.batching import MicroBatcher
 from roll.rewards.classifiers import (
     Classifier,
     Padding,
@@ -42,6 +41,7 @@ from roll.rewards.classifiers import (
 )
 from roll.rewards.types import RewardError, RewardResult, Sample, Verifier
 from roll.utils.children import START_TIMEOUT, Child, ChildError, Reply, encode, serve
+from roll.utils.threads import MicroBatcher
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,6 @@ from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig, VerifierConfig
 from roll.configs.schema import did_you_mean
 from roll.rewards import VERIFIERS
-from roll.rewards.batching import MicroBatcher
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
 from roll.rewards.types import (
     Batching,
@@ -32,7 +31,7 @@ from roll.rewards.types import (
 from roll.utils.foreign import describe_error
 from roll.utils.progress import advance
 from roll.utils.registry import UnknownNameError
-from roll.utils.threads import time_limit
+from roll.utils.threads import MicroBatcher, time_limit
 
 RETRY_WAIT = 0.1
 """Seconds before the second attempt; each further wait is twice as long, to at most ``MAX_RETRY_WAIT``."""

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from roll.configs.judge import AskedModelConfig, JudgeEngine
-from roll.configs.rewards import RewardConfig
+from roll.configs.rewards import AskedModelConfig, JudgeEngine, RewardConfig
 from roll.data.requests import JudgeQuestion, SamplingParams
 from roll.distributed.cluster.cluster import Worker
 from roll.rewards.scorer import DomainScorer

@@ -1,8 +1,12 @@
-"""Catches exceptions of user code and other libraries, as text that is safe to keep."""
+"""Code that is not ours: its exceptions, as text that is safe to keep, and its attributes, replaced for a while."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 MAX_WORDS = 500
 """Characters of a foreign exception's message that are repeated."""
@@ -39,3 +43,31 @@ def describe_error(error: BaseException) -> str:
 def clean_text(text: str) -> str:
     """``text`` with lone surrogates, which no file and no tokenizer takes, spelt as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Gives a module, a class or an object other attributes."""
+    previous = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables."""
+    previous = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in previous.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

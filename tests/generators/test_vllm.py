@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 from roll.configs.engines.vllm import CARD, VllmConfig
-from roll.distributed.replaced import environment
 from roll.distributed.strategy import STRATEGIES, MissingEngineError, require_engine
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.strategy.vllm import worker
 from roll.distributed.strategy.vllm.arguments import engine_arguments, engine_environment
+from roll.utils.foreign import environment
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
@@ -76,6 +76,7 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(model_path, config
         STRATEGIES.get("vllm")(context_of("vllm", model_path("tied", 0), config, **context)).setup()
 
 
+@pytest.mark.slow
 def test_why_the_engine_could_not_start_is_in_the_error(model_path, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(model_path("tied", 0), folder)

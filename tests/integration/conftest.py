@@ -65,6 +65,16 @@ class Run:
         self.output, _ = self.process.communicate(timeout=START_S)
         return self.process.returncode
 
+    def ended(self, code: int = 0) -> "Run":
+        """Waits for its end, which is with this exit code."""
+        assert self.wait() == code, self.output
+        return self
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.assert_nothing_left()
+
     def pid_at(self, gate: str) -> int:
         """Waits until a process has come to the gate, and returns its id."""
         file = self.faults / f"at-{gate}"

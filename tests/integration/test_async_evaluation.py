@@ -78,8 +78,7 @@ def test_an_evaluation_over_two_versions_is_an_error(rlvr):
         "actor_infer.device_mapping=[0,1]",
         "actor_infer.worker_cls=tests.support.faults:LateInferWorker",
         "is_num_return_sequences_expand=true",
-    )
-    assert run.wait() == 1, run.output
+    ).ended(1)
     expected = "an evaluation was sampled with weights of the versions [-1, 0], expected 0 alone"
     assert expected in run.summary["error"] and run.summary["eval"] == {}
     run.assert_nothing_left()
@@ -88,10 +87,8 @@ def test_an_evaluation_over_two_versions_is_an_error(rlvr):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_evaluating_elsewhere_changes_neither_training_nor_what_is_measured(rlvr):
-    here = rlvr("eval_steps=1")
-    assert here.wait() == 0, here.output
-    elsewhere = rlvr("eval_steps=1", "val_infer={device_mapping: [1]}", output="elsewhere")
-    assert elsewhere.wait() == 0, elsewhere.output
+    here = rlvr("eval_steps=1").ended()
+    elsewhere = rlvr("eval_steps=1", "val_infer={device_mapping: [1]}", output="elsewhere").ended()
     assert not list(here.faults.glob("at-val_infer-*")) and calls(elsewhere, "val_infer")
     assert elsewhere.repeatable_metrics() == here.repeatable_metrics()
     assert elsewhere.summary["eval"] == here.summary["eval"]

@@ -85,8 +85,7 @@ def test_what_a_teacher_wrote_takes_its_place(distill, expected, model, tmp_path
     missing = distill(*ON_DISK, "teacher=null", "teacher_pretrain=null", output="missing")
     assert missing.wait() == 2 and "teacher_logprobs: got no" in missing.output, "told before Ray starts"
     assert not missing.path.exists()
-    written = distill(*ON_DISK, "precompute_only=true", output="written")
-    assert written.wait() == 0, written.output
+    written = distill(*ON_DISK, "precompute_only=true", output="written").ended()
     assert len(list((tmp_path / "kept").glob("teacher-*.safetensors"))) == 2 and not written.checkpoint(4).exists()
     read = distill(*ON_DISK, "teacher=null", "teacher_pretrain=null", output="read")
     other = distill(*ON_DISK, f"teacher_pretrain={model}", output="other")
@@ -98,8 +97,7 @@ def test_what_a_teacher_wrote_takes_its_place(distill, expected, model, tmp_path
         "teacher_pretrain=null",
         "eval_only=true",
         f"pretrain={read.checkpoint(4)}/actor_train",
-    )
-    assert again.wait() == 0, again.output
+    ).ended()
     assert again.metrics[0]["eval/divergence"] == pytest.approx(read.metrics[4]["eval/divergence"], rel=1e-5)
 
 
@@ -168,8 +166,7 @@ def test_on_the_policys_own_samples(rlvr, model, teacher, form):
 def test_a_divergence_at_a_temperature_of_its_own(rlvr, model, teacher, tmp_path, top):
     form = (*FORMS["loss"][:3], "kd_temperature=2", "actor_infer.generating_args.temperature=0.8")
     words = (*TEACHER[:1], *TEACHER[2:4], *form, *top, "max_steps=1", "rollout_dump_dir=dumped")
-    run = rlvr(*words, f"teacher_pretrain={teacher}")
-    assert run.wait() == 0, run.output
+    run = rlvr(*words, f"teacher_pretrain={teacher}").ended()
     batch = groups_to_batch(read_rollouts(tmp_path / "dumped", 1).groups, ["letters"])
     found: list[Tensor] = []
     for index in range(batch.num_sequences):
@@ -204,8 +201,7 @@ def test_two_teachers_judge_rows_of_their_own_tags(rlvr, model, teacher, tmp_pat
         "max_steps=1",
         "val_before_train=false",
         "val_after_train=false",
-    )
-    assert run.wait() == 0, run.output
+    ).ended()
     batch = groups_to_batch(read_rollouts(tmp_path / "dumped", 1).groups, list(owners))
     for number, (name, path) in enumerate(owners.values()):
         scorer = Imitator(path).model
@@ -229,8 +225,7 @@ def test_the_policy_teaches_itself_with_the_solution(rlvr, model, tmp_path):
     itself = (*TEACHER[:2], "max_steps=1", "is_pure_opd=true", f"teacher_pretrain={model}", "rollout_dump_dir=dumped")
     missing = rlvr(*itself, "teacher_prompt={prompt} {solved}", output="missing")
     assert missing.wait() == 2 and "teacher_prompt: no column 'solved'" in " ".join(missing.output.split())
-    run = rlvr(*itself, "teacher_prompt='{prompt} {worked}'", "sequence_length=60", output="itself")
-    assert run.wait() == 0, run.output
+    run = rlvr(*itself, "teacher_prompt='{prompt} {worked}'", "sequence_length=60", output="itself").ended()
     groups = read_rollouts(tmp_path / "dumped", 1).groups
     batch, scorer = groups_to_batch(groups, ["letters"]), Imitator(model)
     found: list[Tensor] = []
@@ -259,11 +254,9 @@ def test_a_teacher_with_another_tokenizer(rlvr, model, tmp_path):
     served = (*VLLM, f"teacher_pretrain={tmp_path / 'foreign'}")
     refused = rlvr(*TEACHER, *FORMS["advantage"], *served, output="refused")
     assert refused.wait() == 2 and "align_tokenizers: text" in " ".join(refused.output.split()), refused.output
-    itself = rlvr(*aligned, f"teacher_pretrain={model}", output="itself")
-    assert itself.wait() == 0, itself.output
+    itself = rlvr(*aligned, f"teacher_pretrain={model}", output="itself").ended()
     assert itself.metrics[1]["teacher/reverse_kl"] == pytest.approx(0, abs=1e-5), "it reads what was sampled"
     assert "teacher/aligned" not in itself.metrics[1]
-    run = rlvr(*aligned, *served, output="other")
-    assert run.wait() == 0, run.output
+    run = rlvr(*aligned, *served, output="other").ended()
     assert run.metrics[1]["teacher/aligned"] > 0.3 and run.metrics[1]["teacher/reverse_kl"] > 0.1
     assert run.metrics[1]["actor/advantage_mean"] == pytest.approx(-run.metrics[1]["teacher/reverse_kl"], rel=1e-5)

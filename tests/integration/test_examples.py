@@ -123,6 +123,7 @@ def test_the_architecture_names_code_that_exists():
     assert not wrong
 
 
+@pytest.mark.slow  # tests/unit has each adapter, test_pipeline_resume.py the pipeline
 def test_environments_by_path_by_registered_name_of_gymnasium_and_of_textarena_run_in_the_pipeline(tmp_path):
     model, configs = tmp_path / "model", tmp_path / "config"
     make_tiny_model(model, seed=0)
@@ -149,7 +150,7 @@ def test_environments_by_path_by_registered_name_of_gymnasium_and_of_textarena_r
 def test_learning_curves_draws_a_line_per_seed_and_copies_the_longest_solved_episode(tmp_path):
     for seed in (0, 1):
         fake_run(tmp_path / f"run{seed}", seed)
-    done = draw(tmp_path / "run1", tmp_path / "run0", "--out", tmp_path / "images")
+    done = script("learning_curves", tmp_path / "run1", tmp_path / "run0", "--out", tmp_path / "images")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "| 0 | 25.0% | 75.0% | 20.0% → 80.0% | 1.5 |",
@@ -164,7 +165,9 @@ def test_learning_curves_of_worlds_are_named_after_their_folders(tmp_path):
     for name in ("agentic_tiny_pond", "rlvr_sums"):
         fake_run(tmp_path / name, 0)
     runs = [tmp_path / "agentic_tiny_pond", tmp_path / "rlvr_sums"]
-    done = draw(*runs, "--worlds", "--no-episode", "--name", "worlds", "--out", tmp_path / "images")
+    done = script(
+        "learning_curves", *runs, "--worlds", "--no-episode", "--name", "worlds", "--out", tmp_path / "images"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "| `agentic_tiny_pond` | 25.0% → 75.0% | +41 to +58 | 200 | 2 | 1.7 |",
@@ -179,14 +182,14 @@ def test_learning_curves_leaves_tracked_pictures_alone_and_refuses_a_run_that_di
     fake_run(tmp_path / "run", 0)
     tracked = [ROOT / "docs" / "images" / name for name in ("learning_curve.svg", "episode.gif")]
     before = [path.read_bytes() for path in tracked]
-    done = draw(tmp_path / "run")
+    done = script("learning_curves", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert [path.read_bytes() for path in tracked] == before
     made = tmp_path / "run" / "renders" / "curves"
     assert sorted(path.name for path in made.iterdir()) == ["episode.gif", "learning_curve.svg"]
     assert str(made) in done.stderr
     fake_run(tmp_path / "stopped", 0, status="interrupted")
-    done = draw(tmp_path / "stopped", "--out", tmp_path / "images")
+    done = script("learning_curves", tmp_path / "stopped", "--out", tmp_path / "images")
     assert done.returncode == 1
     assert "status is 'interrupted', expected 'completed'" in done.stderr
     assert not (tmp_path / "images").exists()
@@ -206,7 +209,7 @@ def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
         evals = {"before": {"pairwise_accuracy": 0.5, "episodes": 0}, "after": {"pairwise_accuracy": 1, "episodes": 0}}
         summary = {"status": "completed", "eval": evals, "steps": 2, "wall_s": 60.0, "first_rollout_s": None}
         (chain / "4-reward" / "summary.json").write_text(json.dumps(summary))
-    one = gains(tmp_path / "chain0")
+    one = script("stage_gains", tmp_path / "chain0")
     assert one.returncode == 0, one.stderr
     assert one.stdout.splitlines()[2:] == [
         "| `1-sft` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
@@ -214,7 +217,7 @@ def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
         "| `3-distill` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
         "| `4-reward` | pairs ranked correctly | 50.0% → 100.0% |  | 2 | 1.0 |",
     ]
-    both = gains(tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
+    both = script("stage_gains", tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
     assert both.returncode == 0, both.stderr
     head, _, first, *_ = both.stdout.splitlines()
     assert head == "| stage | held out | seed 0 | seed 1 | minutes |"
@@ -223,16 +226,14 @@ def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
     assert all(f">{name}<" in picture for name in ("rl 0", "distill 0", "rl 1", "distill 1"))
     assert picture.count("<polyline") == 4 and picture.count("<circle") == 2 * (4 + 2)
     (tmp_path / "chain1" / "4-reward" / "summary.json").unlink()
-    assert gains(tmp_path / "chain0", tmp_path / "chain1").returncode == 1
-    assert "no folder of a run" in gains(tmp_path).stderr
+    assert script("stage_gains", tmp_path / "chain0", tmp_path / "chain1").returncode == 1
+    assert "no folder of a run" in script("stage_gains", tmp_path).stderr
 
 
 def test_robustness_sorts_complete_runs_and_tells_of_one_that_failed(tmp_path):
     for seed, kernels, success in ((0, "scalar", 0.75), (1, "scalar", 0.85), (0, "avx2", 0.95)):
         fake_run(tmp_path / kernels / f"nowhere_seed{seed}", seed, success=success)
-    command = [sys.executable, str(ROOT / "scripts" / "robustness.py"), "nowhere", "--out", str(tmp_path)]
-    command += ["--seeds", "0", "1", "--kernels", "scalar", "avx2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = script("robustness", "nowhere", "--out", tmp_path, "--seeds", 0, 1, "--kernels", "scalar", "avx2")
     assert done.returncode == 1
     assert f"{tmp_path / 'avx2' / 'nowhere_seed1'}: no summary.json" in done.stderr
     assert done.stdout == (tmp_path / "nowhere.md").read_text(encoding="utf-8")
@@ -286,13 +287,8 @@ def defined_names(path: Path) -> set[str]:
     return names
 
 
-def draw(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "learning_curves.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def gains(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "stage_gains.py"), *map(str, arguments)]
+def script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -82,8 +82,7 @@ def test_an_imported_run_goes_to_the_end(file, data, launch):
     package = packages().get(engine)
     if package is not None and not package.installed:
         pytest.skip(f"{package.module} is not installed (extra {package.extra})")
-    run = launch("infer=hf", "exp_name=run", config="mine", folder=data, script=RLVR_LAUNCHER)
-    assert run.wait() == 0, run.output
+    run = launch("infer=hf", "exp_name=run", config="mine", folder=data, script=RLVR_LAUNCHER).ended()
     assert run.summary["status"] == "completed" and run.summary["steps"] == 2
     assert all(run.metrics[step]["rollout/dropped"] == 0 for step in (1, 2))
     assert all("actor/grad_norm" in run.metrics[step] for step in (1, 2))

@@ -22,8 +22,7 @@ def test_rewards_are_what_the_judge_says_and_its_failures_are_none(launch, tmp_p
         "train_env_manager.worker_cls=null",
         "max_steps=1",
         f"rollout_dump_dir={episodes}",
-    )
-    assert run.wait() == 0, run.output
+    ).ended()
     played = [json.loads(line) for line in (episodes / "step-00001" / "episodes.jsonl").read_text().splitlines()]
     turns = [turn for episode in played for turn in episode["turns"]]
     assert {episode["tag"] for episode in played} == {"Judged"} and len(turns) == 8
@@ -44,8 +43,7 @@ def test_a_conversation_is_a_row_that_turns_and_answer_are_paid_in(rlvr, tmp_pat
         "max_steps=1",
         "rewards.letters.verifiers.0.weight=0",
         f"rollout_dump_dir={tmp_path / 'episodes'}",
-    )
-    assert run.wait() == 0, run.output
+    ).ended()
     lines = (tmp_path / "episodes" / "step-00001" / "episodes.jsonl").read_text().splitlines()
     played = [json.loads(line) for line in lines]
     assert len(played) == 16

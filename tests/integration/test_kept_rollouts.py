@@ -65,8 +65,7 @@ def recounted(folder: Path) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
-    first = launch(*KEYS, f"rollout_dump_dir={tmp_path / 'kept'}")
-    assert first.wait() == 0, first.output
+    first = launch(*KEYS, f"rollout_dump_dir={tmp_path / 'kept'}").ended()
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00001", "step-00002"]
     assert sum(first.metrics[step]["rollout/filtered"] for step in (1, 2)) > 0
     assert not any(name.startswith(("eval/", "mismatch/")) for step in (0, 1, 2) for name in first.metrics[step])
@@ -79,8 +78,7 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
         expected = recounted(tmp_path / "kept" / f"step-0000{step}")
         assert {name: first.metrics[step][name] for name in expected} == pytest.approx(expected, rel=1e-12)
 
-    second = launch(*KEYS, f"rollout_replay_dir={tmp_path / 'kept'}", output="again")
-    assert second.wait() == 0, second.output
+    second = launch(*KEYS, f"rollout_replay_dir={tmp_path / 'kept'}", output="again").ended()
     assert (first.faults / "turns.jsonl").exists() and not (second.faults / "turns.jsonl").exists(), "nobody played"
     assert second.repeatable_metrics() == first.repeatable_metrics()
     assert_same_tensors(second.tensors(2), first.tensors(2))
@@ -98,8 +96,7 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
 def test_a_step_is_replayed_to_the_bit_and_its_figures_follow_from_what_was_kept(
     launch, ray_cluster, tmp_path, keys, capsys
 ):
-    first = launch(*keys, "max_steps=3", "save_steps=2", f"rollout_dump_dir={tmp_path / 'kept'}")
-    assert first.wait() == 0, first.output
+    first = launch(*keys, "max_steps=3", "save_steps=2", f"rollout_dump_dir={tmp_path / 'kept'}").ended()
     assert main(["verify", str(first.path)]) == 0
     unchecked = capsys.readouterr().out
     assert "reward/shaped_mean" not in unchecked and ("actor/pg_loss" in unchecked) == (ONE_STEP[0] not in keys)

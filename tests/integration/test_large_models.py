@@ -7,10 +7,10 @@ from roll.configs.engines import packages
 
 ROOM = 40 * MIB
 """For what a process makes once, and tensors that wait to be written."""
-SLOW = [pytest.param(engine, marks=pytest.mark.slow) for engine in ("deepspeed", "megatron")]
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed", "megatron"])
 def test_a_rank_has_its_part_of_a_frozen_model_and_one_tensor(tmp_path, engine):
     if (needed := packages().get(f"{engine}_train")) is not None and not needed.installed:
         pytest.skip(f"{needed.module} is not installed")

@@ -19,15 +19,15 @@ from roll.algorithms.quantities import BASIC, Distribution, KlToReference, hidde
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.engines.megatron import MegatronConfig
-from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import Metrics, StrategyContext
+from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 from roll.models import scoring
 from tests.support.harness import make_groups
 from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, recorded_warnings, run_ranks
 from tests.support.sizes import sizes
+from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, make_context
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -36,7 +36,7 @@ CP, EP = "context_parallel_size", "expert_model_parallel_size"
 TP_SP = {TP: 2, "sequence_parallel": True}
 SHARED = {"moe_shared_expert_overlap": True, "recompute_granularity": "full"}
 FULL_KL = AlgorithmConfig(use_kl_loss=True, kl_penalty="full", kl_loss_coef=0.5, loss_agg_mode="token-mean")
-VOCABULARY, HIDDEN = 61, 32
+HIDDEN = 32
 NEAR = 2e-6
 
 
@@ -65,17 +65,6 @@ def make_model(path: Path, kind: str) -> Path:
     return path
 
 
-def make_batch(seed: int, num_sequences: int = 7) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 20, (num_sequences,), generator=generator)
-    num_tokens = int(lengths.sum())
-    tokens = torch.randint(0, VOCABULARY, (num_tokens,), generator=generator)
-    batch = Batch(lengths, tokens, torch.zeros(num_tokens, dtype=torch.bool))
-    mask = (torch.rand(num_tokens, generator=generator) < 0.5) & (batch.positions_T > 0)
-    mask[1] = True
-    return batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
-
-
 def loss_of(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     assert batch.advantages_T is not None
     if scores.values_T is not None:
@@ -93,27 +82,13 @@ def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOut
 
 def make_trainer(model: Path, name: str, options: dict[str, Any] | None = None, rank: int = 0, **kwargs: Any) -> Any:
     """A trainer (or scorer) that is set up; on its own, or one of two."""
-    worker = {
-        "model_args": {"dtype": kwargs.pop("dtype", "fp32"), "disable_gradient_checkpointing": True},
-        "training_args": {
-            "learning_rate": 1e-3,
-            "weight_decay": 0.1,
-            "adam_epsilon": 1e-4,  # Adam divides by the gradient: rounding noise must not become steps
-            "per_device_train_batch_size": 2,
-        },
-        "strategy_args": {"strategy_name": name, "strategy_config": options or {}},
-        "infer_batch_size": 3,
-        "share_prompts": kwargs.pop("share_prompts", False),
-    }
-    settings = {"temperature": 0.9, "max_grad_norm": 0.5, "total_optimizer_steps": 8, "role": "actor_train", **kwargs}
-    context = StrategyContext(
-        worker=WorkerConfig.model_validate(worker),
-        model_path=str(model),
-        rank=rank,
-        world_size=2 if name.startswith("megatron") else 1,
-        **settings,
+    worker = {"infer_batch_size": 3, "share_prompts": kwargs.pop("share_prompts", False)}
+    training_args = {"lr_scheduler_type": "constant", "adam_epsilon": 1e-4}  # rounding noise must not become steps
+    sections = {"worker": worker, "training_args": training_args, "model_args": {"dtype": kwargs.pop("dtype", "fp32")}}
+    world_size = 2 if name.startswith("megatron") else 1
+    trainer = STRATEGIES.get(name)(
+        make_context(model, name, options, rank=rank, world_size=world_size, **sections, **kwargs)
     )
-    trainer = STRATEGIES.get(name)(context)
     trainer.setup()
     return trainer
 
@@ -123,7 +98,7 @@ def share(trainer: Any, batch: Batch) -> Batch:
 
 
 def step(trainer: Any, seed: int, loss: Any = loss_of, **kwargs: Any) -> Metrics:
-    return trainer.train_step(share(trainer, make_batch(seed, **kwargs)), loss)
+    return trainer.train_step(share(trainer, make_batch(seed=seed, **kwargs)), loss)
 
 
 def with_reference(batch: Batch) -> Batch:
@@ -230,12 +205,12 @@ def case_critic(folder: Path, rank: int) -> dict[str, Any]:
         found[name] = [step(trainer, 1), step(trainer, 2)]
         if name == "pp":
             trainer.save(folder / "saved-critic")
-        found[f"{name} values"] = trainer.logprobs(share(trainer, make_batch(4))).values_T
+        found[f"{name} values"] = trainer.logprobs(share(trainer, make_batch(seed=4))).values_T
     return found
 
 
 def case_full_kl(folder: Path, rank: int) -> dict[str, Any]:
-    batch = with_reference(make_batch(1))
+    batch = with_reference(make_batch(seed=1))
     found = {}
     for name, options in (("tp", TP_SP), ("pp", {PP: 2})):
         trainer = make_trainer(folder / "dense", "megatron_train", options, rank, needs=(*BASIC, KlToReference()))
@@ -258,7 +233,7 @@ def case_own_quantity(folder: Path, rank: int) -> dict[str, Any]:
     found = {}
     for name, options in (("tp", TP_SP), ("pp", {PP: 2})):
         trainer = make_trainer(folder / "dense", "megatron_train", options, rank, needs=(logprobs, cubes))
-        scores = trainer.logprobs(make_batch(1)).others["cubes_T"]
+        scores = trainer.logprobs(make_batch(seed=1)).others["cubes_T"]
         found[name] = {"scores": scores, "metrics": step(trainer, 1, cubes_loss), "weights": exported(trainer)}
     return found
 
@@ -267,7 +242,7 @@ def case_reference(folder: Path, rank: int) -> dict[str, Any]:
     found = {}
     for name, options in (("tp", TP_SP), ("pp", {PP: 2}), ("cp", {CP: 2})):
         scorer = make_trainer(folder / "dense", "megatron_infer", options, rank, needs=(*BASIC, hidden_states))
-        scores = scorer.logprobs(make_batch(1))
+        scores = scorer.logprobs(make_batch(seed=1))
         found[name] = [scores.logprobs_T, scores.entropy_T, scores.hidden_TH]
     return found
 
@@ -476,18 +451,18 @@ def test_critic_trains_and_is_saved_like_any_other(folder):
     found = found_by(case_critic, folder)
     trainer = make_trainer(folder / "dense", "fsdp2_train", role="critic", head="value")
     expected = [step(trainer, 1), step(trainer, 2)]
-    values = trainer.logprobs(make_batch(4)).values_T
+    values = trainer.logprobs(make_batch(seed=4)).values_T
     for name in ("tp", "pp", "cp"):
         for metrics, reference in zip(found[name], expected, strict=True):
             assert_same_metrics(metrics, reference)
         torch.testing.assert_close(found[f"{name} values"], values, rtol=0, atol=NEAR)
     other = make_trainer(folder / "dense", "fsdp2_train", role="critic", head="value")
     other.load(folder / "saved-critic")
-    torch.testing.assert_close(other.logprobs(make_batch(4)).values_T, values, rtol=0, atol=NEAR)
+    torch.testing.assert_close(other.logprobs(make_batch(seed=4)).values_T, values, rtol=0, atol=NEAR)
 
 
 def test_kl_over_the_vocabulary(folder):
-    batch = with_reference(make_batch(1))
+    batch = with_reference(make_batch(seed=1))
     trainer = make_trainer(folder / "dense", "fsdp2_train", needs=(*BASIC, KlToReference()))
     metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
     kl_T = trainer.logprobs(batch).kl_T
@@ -499,11 +474,11 @@ def test_kl_over_the_vocabulary(folder):
 def test_a_quantity_is_one_function_for_every_engine_and_cut(folder):
     import transformers
 
-    batch, start = make_batch(1), {"needs": (logprobs, cubes)}
+    batch, start = make_batch(seed=1), {"needs": (logprobs, cubes)}
     model = transformers.Qwen2ForCausalLM.from_pretrained(folder / "dense").double()
     with torch.no_grad():
         logits = torch.cat([model(row[None]).logits[0] for row in batch.tokens_T.split(batch.lengths_B.tolist())])
-    expected = ((logits / 0.9).softmax(-1) ** 3).sum(-1).roll(1) * batch.loss_mask_T
+    expected = ((logits / TEMPERATURE).softmax(-1) ** 3).sum(-1).roll(1) * batch.loss_mask_T
     trainer = make_trainer(folder / "dense", "fsdp2_train", **start)
     scores = trainer.logprobs(batch).others["cubes_T"]
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=NEAR)
@@ -516,7 +491,7 @@ def test_a_quantity_is_one_function_for_every_engine_and_cut(folder):
 
 def test_reference_scores_and_hidden_states(folder):
     scorer = make_trainer(folder / "dense", "fsdp2_infer", needs=(*BASIC, hidden_states))
-    scores = scorer.logprobs(make_batch(1))
+    scores = scorer.logprobs(make_batch(seed=1))
     for found in found_by(case_reference, folder).values():
         for tensor, expected in zip(found, [scores.logprobs_T, scores.entropy_T, scores.hidden_TH], strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=5e-6)

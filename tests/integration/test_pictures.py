@@ -34,8 +34,7 @@ LENGTHS = ("prompt_length=64", "sequence_length=70", "val_batch_size=1", "max_st
 def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, monkeypatch):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     pictured(tmp_path)
-    run = rlvr(f"pretrain={model}", *LENGTHS)
-    assert run.wait() == 0, run.output
+    run = rlvr(f"pretrain={model}", *LENGTHS).ended()
     assert run.metrics[1]["mismatch/logprob_diff_max"] < 1e-4
     assert (run.checkpoint(1) / "actor_train" / "preprocessor_config.json").is_file()
     figures = {name: value for name, value in run.metrics[1].items() if name.startswith("eval/mean")}
@@ -61,8 +60,7 @@ def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
         "agent={type: python, path: 'tests.support.agents:looking', pictures: true}",
         "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
         "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
-    )
-    assert run.wait() == 0, run.output
+    ).ended()
     answers = assert_trained_is_what_was_sampled(run)
     assert sorted(set(answers.values())) == [1, 2], "the grey picture is a row of its own"
     metrics = run.metrics[1]
@@ -86,8 +84,7 @@ def test_a_teacher_who_sees_is_imitated(offline, tmp_path):
         return json.dumps({"messages": talk}) + "\n"
 
     start = offline("distill", row, f"pretrain={student}", f"teacher_pretrain={teacher}")
-    run = start("prompt_length=48", "sequence_length=64", "max_steps=2")
-    assert run.wait() == 0, run.output
+    run = start("prompt_length=48", "sequence_length=64", "max_steps=2").ended()
     told, own = (
         torch.cat([said(loaded, f"{n}?", noise[n]) for n in range(10, 14)]) / 1.25
         for loaded in (AutoModelForImageTextToText.from_pretrained(path).double() for path in (teacher, student))

@@ -41,14 +41,14 @@ def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launc
         "pretrain=/no/such/model",
         "actor_infer.device_mapping=[7]",
         "custom_envs.Board.env_type=sokobann",
-    )
-    assert run.wait() == 2, run.output
+    ).ended(2)
     assert time.monotonic() - started < 20  # 5 s when nothing else uses the machine
     hints = ("Counting", "fsdp2_train", "tensorboard", "mean grpo?", "/no/such/model", "ids from 0 to 1", "'sokoban'")
     assert not [hint for hint in hints if hint not in run.output], run.output
     assert not run.path.exists(), "nothing was started"
 
 
+@pytest.mark.slow
 def test_a_signal_while_ray_starts_leaves_nothing_behind(launch):
     run = launch(local=True)
     assert run.process.stdout
@@ -81,6 +81,7 @@ def test_the_death_of_a_daemon_of_a_runs_own_cluster_ends_it_soon_with_the_reaso
     run.assert_nothing_left()
 
 
+@pytest.mark.slow  # test_cluster.py has the death of a worker, test_rollout.py several of a kind
 def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch, ray_cluster):
     run = launch(
         "max_steps=4",
@@ -130,8 +131,7 @@ def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(
 
 @pytest.mark.slow
 def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(launch):
-    run = launch("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
-    assert run.wait() == 1, run.output
+    run = launch("custom_envs.Counting.env_type=tests.support.faults:MuteEnv").ended(1)
     assert "custom_envs.Counting: MuteEnv.reset returned observation None (NoneType), expected text" in run.output
     assert "Traceback" not in run.output and not list(run.faults.glob("at-actor_*"))
     assert "MuteEnv.reset returned observation None" in (run.path / "renders" / "index.html").read_text()
@@ -182,8 +182,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", ["false", "true"])
 def test_a_full_disk_leaves_the_earlier_checkpoint(launch, small_disk, beside):
-    run = launch(f"checkpoint_config.output_dir={small_disk}/checkpoints", f"async_save={beside}")
-    assert run.wait() == 1, run.output
+    run = launch(f"checkpoint_config.output_dir={small_disk}/checkpoints", f"async_save={beside}").ended(1)
     assert f"the disk under {small_disk}/checkpoints is full" in " ".join(run.output.split())
     assert run.summary["status"] == "failed" and run.summary["steps"] in ((2, 3) if beside == "true" else (2,))
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["checkpoint-1"]
@@ -211,8 +210,7 @@ def test_a_hung_call_is_named_after_rpc_timeout(launch):
     ids=["trainer", "engine", "environment"],
 )
 def test_a_run_in_which_nothing_moves_ends_with_who_waits_for_whom(launch, hold, place, saved):
-    run = launch("stall_timeout=20", "save_steps=1", orders=(hold,))
-    assert run.wait() == 1, run.output
+    run = launch("stall_timeout=20", "save_steps=1", orders=(hold,)).ended(1)
     output = " ".join(run.output.split())
     assert "StallError: nothing has moved for" in output and "the driver waits for:" in output, output
     assert place in output, output

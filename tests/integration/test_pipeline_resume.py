@@ -116,16 +116,14 @@ def test_a_run_that_is_stopped_and_loses_workers_ends_where_an_undisturbed_one_d
     # played again. Half-written checkpoints are in the way.
     plant_half_written_checkpoints(first)
     orders = ("die-train_env_manager-mid-4", "die-actor_infer-0-generate-9", f"die-actor_infer-0-weights-{STEPS - 1}")
-    second = resumed(launch, "max_worker_restarts=3", "async_save=true", orders=orders)
-    assert second.wait() == 0, second.output
+    second = resumed(launch, "max_worker_restarts=3", "async_save=true", orders=orders).ended()
     assert all(f"ignoring checkpoint {first.checkpoint(step)}" in second.output for step in (98, 99))
     assert f"resumed from {first.checkpoint(1)}" in (second.path / "logs" / "roll.log").read_text()
     assert not any((second.faults / order).exists() for order in orders), "nobody died"
     assert_same_end(second, whole)
 
     # Nothing is left to do: no worker is started for it.
-    third = resumed(launch)
-    assert third.wait() == 0, third.output
+    third = resumed(launch).ended()
     assert f"run run is finished at step {STEPS}" in third.output
     assert not list(third.faults.glob("at-*")) and third.summary == second.summary
 
@@ -142,9 +140,7 @@ def test_a_run_killed_while_it_saves_in_the_background_ends_where_an_undisturbed
     first.order("hold-actor_train-0-written")
     first.release("hold-train_env_manager-group-2")
     first.pid_at("train_env_manager-group-5")
-    first.process.kill()
-    first.process.wait()
-    first.assert_nothing_left()
+    first.kill()
     assert not first.checkpoint(2).exists() and list(first.checkpoint(2).parent.glob(".tmp-checkpoint-2-*"))
     second = resumed(launch)
     assert second.wait() == 0 and whole.wait() == 0, second.output + whole.output

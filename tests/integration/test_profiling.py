@@ -14,10 +14,8 @@ RECORDED = "profiler={steps: [2], shapes: true, memory: true, ray_timeline: true
 @pytest.mark.slow
 def test_a_recorded_step_computes_what_another_does(rlvr):
     keys = ("max_steps=2", "save_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1")
-    plain = rlvr(*keys, output="plain")
-    assert plain.wait() == 0, plain.output
-    run = rlvr(*keys, RECORDED, output="recorded")
-    assert run.wait() == 0, run.output
+    plain = rlvr(*keys, output="plain").ended()
+    run = rlvr(*keys, RECORDED, output="recorded").ended()
 
     assert_same_tensors(run.tensors(2), plain.tensors(2))
     assert run.repeatable_metrics() == plain.repeatable_metrics()

@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.env import CustomEnvConfig
 from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
@@ -30,6 +30,7 @@ from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup
+from tests.support.steps import usual_step
 
 BOARD = {"min_solution": 1, "max_solution": 4, "num_walls": 4, "max_steps": 4}
 
@@ -59,17 +60,7 @@ class FaultyEnv(TextEnv):
             elif self.fault == "crash":
                 raise RuntimeError("the floor gave way")
             time.sleep(2.5)
-        return step_result(
-            f"step {self.num_steps}",
-            task_reward=0.0,
-            penalty=0.0,
-            terminated=self.num_steps == 3,
-            truncated=False,
-            action=action,
-            action_is_effective=True,
-            success=True,
-            state_key=action,
-        )
+        return usual_step(f"step {self.num_steps}", action, action, terminated=self.num_steps == 3)
 
     def _now(self) -> bool:
         if not self.once:

@@ -31,8 +31,7 @@ def experts(tmp_path: Path) -> tuple[str, ...]:
 def test_a_policy_is_trained_with_the_experts_that_were_chosen_before(rlvr, experts, mode, trainer):
     reference = ("use_kl_loss=true", "kl_loss_coef=0.01")  # whose routers choose by themselves
     engine = (f"actor_train.strategy_args.strategy_name={trainer}", f"actor_train.router_replay.mode={mode}")
-    run = rlvr(*experts, *reference, *engine)
-    assert run.wait() == 0, run.output
+    run = rlvr(*experts, *reference, *engine).ended()
     for step in (1, 2):
         metrics = run.metrics[step]
         assert metrics["router_replay/share"] == 1 and metrics["actor/skipped_steps"] == 0
@@ -50,6 +49,5 @@ def test_a_stopped_run_beside_training_resumes_with_the_experts_of_its_rollouts(
 
 @pytest.mark.slow
 def test_what_was_sampled_under_several_weights_keeps_its_experts(rlvr, experts):
-    run = rlvr(*experts, *ASYNC, "actor_train.router_replay.mode=R3", "max_steps=4")
-    assert run.wait() == 0, run.output
+    run = rlvr(*experts, *ASYNC, "actor_train.router_replay.mode=R3", "max_steps=4").ended()
     assert {metrics["router_replay/share"] for step, metrics in run.metrics.items() if step} == {1.0}

@@ -56,8 +56,7 @@ def prepare(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_tool_is_called_answered_and_learnt_from(launch):
-    run = launch(*FEW, config="rlvr_tools", script=RLVR_LAUNCHER, folder=ROOT / "examples" / "config")
-    assert run.wait() == 0, run.output
+    run = launch(*FEW, config="rlvr_tools", script=RLVR_LAUNCHER, folder=ROOT / "examples" / "config").ended()
     for step in (1, 2):
         record = run.metrics[step]
         assert record["rollout/tool_calls"] > 0.1, record
@@ -81,8 +80,7 @@ def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluatio
         "eval_steps=4",
         "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
         "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
-    )
-    assert run.wait() == 0, run.output
+    ).ended()
     assert_finished(run, 4)
     answers = assert_trained_is_what_was_sampled(run)
     assert set(answers.values()) == {1, 2, 3, 4}, "an episode is a row of up to three turns with calls and an answer"
@@ -106,15 +104,11 @@ def test_a_run_with_tools_is_the_same_through_a_kill_and_a_resume(rlvr, url, tmp
     more = (f"tools.servers.http={{url: '{url}', only: [multiply], timeout: 60}}", "max_steps=4", "eval_steps=2")
     first = rlvr(*CALLING, *more, orders=("hold-actor_train-0-train-3",))
     first.pid_at("actor_train-0-train-3")
-    first.process.kill()
-    first.process.wait()
-    first.assert_nothing_left()
-    recorded = rlvr(*CALLING, *more, "resume_from_checkpoint=true")
-    assert recorded.wait() == 0, recorded.output
+    first.kill()
+    recorded = rlvr(*CALLING, *more, "resume_from_checkpoint=true").ended()
     assert_finished(recorded, 4)
     path = recorded.path / "schedule.jsonl"
-    again = rlvr(*CALLING, *more, f"replay_schedule={path}", output="again")
-    assert again.wait() == 0, again.output
+    again = rlvr(*CALLING, *more, f"replay_schedule={path}", output="again").ended()
     assert (again.path / "schedule.jsonl").read_text() == path.read_text()
     assert repeatable(again) == repeatable(recorded)
     assert_same_tensors(again.tensors(4), recorded.tensors(4))

@@ -1,4 +1,5 @@
-"""Frozen parts: every trainer takes the steps of plain Hugging Face in float64, and goes on from a checkpoint."""
+"""Frozen parts, and parts with learning rates of their own: every trainer takes the steps of plain Hugging Face in
+float64, and goes on from a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ PACKAGES = packages()
 FROZEN = "model.embed_tokens,model.layers.0,model.layers.2.self_attn"
 FIRST = {"freeze_module_prefix": FROZEN}
 EXPERTS = {"freeze_module_prefix": "model.layers.0,model.layers.1,model.layers.3.mlp.experts"}
+RATES = {"learning_rate_of": {"model.layers": 3e-4, "model.layers.3.mlp": 2e-3, "model.norm": 5e-4}}
 RECOMPUTED = {"disable_gradient_checkpointing": False}
 
 
@@ -37,16 +39,16 @@ def layout(name: str, strategy: str, world_size: int, config: dict[str, Any] | N
 
 
 FAST = [
-    layout("shards", "fsdp2_train", 2, model="qwen2_untied", model_args=FIRST | RECOMPUTED),
-    layout("stage2", "deepspeed_train", 2, zero(2)),
+    layout("shards", "fsdp2_train", 2, model="qwen2_untied", model_args=FIRST | RECOMPUTED, training_args=RATES),
+    layout("stage2", "deepspeed_train", 2, zero(2), training_args=RATES),
     layout("stages", "megatron_train", 2, {PP: 2}, model_args=FIRST | RECOMPUTED),
 ]
 SLOW = [
     layout("alone", "fsdp2_train", 1),
-    layout("replica", "fsdp2_train", 2, {"fsdp_size": 1}),
+    layout("replica", "fsdp2_train", 2, {"fsdp_size": 1}, training_args=RATES),
     layout("tensor", "fsdp2_train", 2, {"tensor_parallel_size": 2}),
     layout("stage0", "deepspeed_train", 2, zero(0)),
-    layout("stage3", "deepspeed_train", 2, zero(3), model="qwen2_untied", model_args=FIRST | RECOMPUTED),
+    layout("stage3", "deepspeed_train", 2, zero(3), model="qwen2_untied", model_args=FIRST, training_args=RATES),
     layout("alone", "megatron_train", 1, model_args=FIRST | RECOMPUTED),
     layout("tensor", "megatron_train", 2, {TP: 2, **SP}, model="qwen2_untied"),
     layout("distributed", "megatron_train", 2, {"use_distributed_optimizer": True}),

@@ -191,6 +191,22 @@ MARKS = {name: family.eos for name, family in FAMILIES.items()} | {
 """The token at which a generator stops behind an answer."""
 
 
+ADD_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+ADD_CALL: dict[str, Any] = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1}},
+}
+ADD_RESULT: dict[str, Any] = {"role": "tool", "content": "2", "tool_call_id": "call00000", "name": "add"}
+
+
 @cache
 def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family of ``FAMILIES``."""

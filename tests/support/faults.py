@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_worker import EnvironmentWorker
@@ -26,6 +26,7 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_worker import PromptSpec, PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.types import RolloutGroup
+from tests.support.steps import usual_step
 
 if TYPE_CHECKING:
     from roll.algorithms.types import TokenScores
@@ -258,17 +259,8 @@ class CountingEnv(TextEnv):
         self._log()
         reward = sum(ord(letter) % 16 == self.target for letter in action) - 0.1 * len(action)
         done = self.turn == self.num_turns
-        return step_result(
-            self._observation(),
-            task_reward=reward,
-            penalty=0.0,
-            terminated=done,
-            truncated=False,
-            action=action,
-            action_is_effective=True,
-            success=done and reward > 0,
-            state_key=f"{self.target}/{self.turn}",
-        )
+        ends = {"terminated": done, "success": done and reward > 0}
+        return usual_step(self._observation(), action, f"{self.target}/{self.turn}", task_reward=reward, **ends)
 
     def _observation(self) -> str:
         too_long = " word" * self.padding if self.padding and (folder() / "long").exists() else ""

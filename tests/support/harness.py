@@ -251,9 +251,17 @@ class Expected:
 
 @cache
 def oracle(
-    model_path: Path, lora: LoraSpec | None = None, task_name: str = "policy", frozen: tuple[str, ...] = ()
+    model_path: Path,
+    lora: LoraSpec | None = None,
+    task_name: str = "policy",
+    frozen: tuple[str, ...] = (),
+    rates: tuple[tuple[str, float], ...] = (),
 ) -> Expected:
-    """Three steps in float64."""
+    """Three steps in float64.
+
+    Args:
+        rates: learning rates of modules, inner ones after those that they are in.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     from roll.distributed.strategy.training.optim import learning_rate
@@ -267,10 +275,10 @@ def oracle(
     for prefix in frozen:
         model.get_submodule(prefix).requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim >= 2]
+    own = {id(p): rate for name, rate in rates for p in model.get_submodule(name).parameters()}
     groups = [
-        {"params": decayed, "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0},
+        {"params": [p], "weight_decay": 0.1 if p.ndim >= 2 else 0, "own": own.get(id(p), TRAINING["learning_rate"])}
+        for p in trained
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-6)
     args = WorkerConfig.model_validate({"training_args": TRAINING}).training_args
@@ -282,7 +290,7 @@ def oracle(
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step, TOTAL_STEPS)
+            group["lr"] = group["own"] / args.learning_rate * learning_rate(args, step, TOTAL_STEPS)
         optimizer.step()
         losses.append(loss.item())
         measured.append(value)
@@ -840,7 +848,8 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
         return Figures(error="\n".join(f"rank {r}: {e}" for r, e in errors.items()) or "not run: an earlier one failed")
     found = torch.load(folder / f"{layout.id}-0.pt", weights_only=True)
     prefixes = layout.model_args.get("freeze_module_prefix", "").split(",")
-    expected = oracle(model_path, layout.lora, layout.task, tuple(filter(None, prefixes)))
+    rates = tuple(layout.training_args.get("learning_rate_of", {}).items())
+    expected = oracle(model_path, layout.lora, layout.task, tuple(filter(None, prefixes)), rates)
 
     def scored(name: str, reference_T: Tensor) -> float:
         index, logprobs_T = found[name]

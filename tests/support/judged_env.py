@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.data.requests import JudgeQuestion
 from roll.rewards.types import RewardError
 from roll.rollout.reward_worker import JudgeWorker
+from tests.support.steps import usual_step
 
 
 class JudgedEnv(TextEnv):
@@ -36,17 +37,8 @@ class JudgedEnv(TextEnv):
             if not self.catches:
                 raise
             reward = 1.0
-        return step_result(
-            f"turn {self.num_steps}",
-            task_reward=reward,
-            penalty=0.0,
-            terminated=self.num_steps == 2,
-            truncated=False,
-            action=action,
-            action_is_effective=True,
-            success=reward > 0.5,
-            state_key=f"{self.num_steps}",
-        )
+        ends = {"terminated": self.num_steps == 2, "success": reward > 0.5}
+        return usual_step(f"turn {self.num_steps}", action, self.num_steps, task_reward=reward, **ends)
 
 
 def question(answer: str) -> str:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from roll.data.requests import GenerateRequest, SamplingParams
-from roll.distributed.replaced import replaced
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import probe_prompt, rows_of
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.probe import PROMPTED, SAMPLED, Bound, find_causes
+from roll.utils.foreign import replaced
 from tests.support.trainers import make_context
 
 

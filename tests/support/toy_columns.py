@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.env import CustomEnvConfig
 from roll.data.batch import Batch
@@ -27,6 +27,7 @@ from roll.rollout.env_runner import EnvRunner
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from roll.rollout.workers import FlatGroups
+from tests.support.steps import usual_step
 from tests.support.trainers import make_context
 
 TOKENIZER = make_tokenizer()
@@ -42,17 +43,7 @@ class Twice(TextEnv):
 
     def step(self, action: str) -> StepResult:
         self.turn += 1
-        return step_result(
-            "On.",
-            task_reward=1.0,
-            penalty=0.0,
-            terminated=self.turn == 2,
-            truncated=False,
-            action=action,
-            action_is_effective=True,
-            success=True,
-            state_key=str(self.turn),
-        )
+        return usual_step("On.", action, self.turn, task_reward=1.0, terminated=self.turn == 2)
 
 
 def surprise(ids: Any) -> Any:

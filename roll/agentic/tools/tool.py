@@ -192,9 +192,9 @@ def _words(error: ValidationError) -> str:
 ToolFactory = Callable[..., Any]
 
 TOOLS: Registry[ToolFactory] = Registry("tool")
-TOOLS.register("calculator", "roll.agentic.tools.calculator:calculator")
-TOOLS.register("search", "roll.agentic.tools.search:SearchTool")
-TOOLS.register("retrieval", "roll.agentic.tools.search:RetrievalTool")
+TOOLS.register("calculator", "roll.agentic.tools.builtin:calculator")
+TOOLS.register("search", "roll.agentic.tools.builtin:SearchTool")
+TOOLS.register("retrieval", "roll.agentic.tools.builtin:RetrievalTool")
 TOOLS.register("python", "roll.extras.sandbox.python_tool:PythonTool")
 
 

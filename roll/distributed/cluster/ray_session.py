@@ -22,7 +22,7 @@ from typing import Any
 
 from roll.distributed.cluster.errors import RaySessionError
 from roll.distributed.cluster.reaper import MARK, Reaper
-from roll.distributed.replaced import environment, replaced
+from roll.utils.foreign import environment, replaced
 
 logger = logging.getLogger(__name__)
 

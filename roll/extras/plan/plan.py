@@ -15,11 +15,11 @@ from roll.configs.distill import DistillConfig
 from roll.configs.engines.card import kind_of, task_of
 from roll.configs.engines.sglang import SglangConfig
 from roll.configs.engines.vllm import VllmConfig
-from roll.configs.judge import AskedModelConfig
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.preference import DPOConfig
 from roll.configs.prompts import REWARD_CLUSTER, PromptsConfig
+from roll.configs.rewards import AskedModelConfig
 from roll.configs.rl import VAL_INFER, RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
@@ -36,10 +36,12 @@ from roll.extras.plan.memory import (
     hf_generator_memory,
     trainer_memory,
 )
-from roll.extras.plan.times import (
+from roll.extras.plan.work import (
     DISK_BYTES,
     START_SECONDS,
     Duration,
+    Lengths,
+    Role,
     Samples,
     rollout_time,
     saved_bytes,
@@ -47,7 +49,6 @@ from roll.extras.plan.times import (
     sync_time,
     training_time,
 )
-from roll.extras.plan.work import Lengths, Role
 from roll.models.shapes import ModelShape, TowerShape
 from roll.preflight.choices import role_requests
 from roll.rewards.classifiers import Adapter, RewardModelConfig

@@ -1,4 +1,4 @@
-"""Work of a role at a time, and the layout of its weights on its workers: read from a role's section."""
+"""Work of a role, the layout of its weights on its workers, and the seconds that the phases of a step take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from roll.configs.engines.deepspeed import DeepSpeedConfig
 from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.worker import WorkerConfig
-from roll.models.shapes import ModelShape, compute_bytes
+from roll.models.shapes import ModelShape, attention_flops, compute_bytes, forward_flops, samples_flops, training_factor
+from roll.utils.gpus import Device
 
 
 @dataclass(frozen=True)
@@ -171,3 +172,182 @@ def layout_of(role: Role) -> Layout:
             model, model, model * copies, tensor, stages, options.context_parallel_size, low_weights=role.trained
         )
     return Layout(tensor=role.ranks, sequence=ulysses)
+
+
+MATRIX_SHARE, MATRIX_WIDTH = 0.67, 15_000
+"""Of the peak that a GPU's matrix products would reach in a model without end, and the width at which they reach half
+of it: the rest of a layer costs in proportion to the width, its matrices to the square."""
+ATTENTION_SHARE = 0.75
+"""Of the peak that attention kernels reach on a GPU."""
+DECODE_SHARE = 0.6
+"""Of a device's bandwidth that sampling reaches."""
+LAYER_SECONDS = 60e-6
+"""Of a layer in a decode step on a GPU, beside what it reads."""
+HOP_SECONDS, FAR_HOP_SECONDS = 16e-6, 160e-6
+"""The two sums over the devices of a layer in a decode step, within a machine and between machines."""
+MACHINE = 8
+"""Devices of a machine, for replicas that span several."""
+NETWORK_SHARE = 0.4
+"""Of the network's rate that a weight update between machines reaches. These constants are fitted to published speeds,
+see ``scripts/generate_forecast_docs.py``."""
+DISK_BYTES = 1e9
+"""Bytes per second of the disk that a machine saves to and loads from, an estimate: ``roll doctor`` measures it."""
+START_SECONDS = {"cpu": 15.0, "gpu": 90.0}
+"""Until all workers are ready, without the reading of models: measured on a CPU, an estimate for engines on GPUs that
+compile and capture graphs."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples that a step trains on, each of the maximum length."""
+
+    rows: int
+    prompt: int
+    answer: int
+    group: int = 1
+    """Samples that share a prompt."""
+    passes: int = 1
+    """Times that each is trained on."""
+    longest: int = 0
+    """Tokens of the longest answer, where ``answer`` is the mean; 0: all are alike."""
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.answer
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Of a phase."""
+
+    seconds: float
+    why: str
+
+
+def training_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
+    """Forward, backward, and where activations are computed again one more forward pass; pipeline stages that wait."""
+    share = shared_share(role, samples)
+    passes = samples.passes * share * (training_factor(role.lora is not None) + role.recomputes)
+    found = _computed(passes, role, samples, device, devices, idle_stages(role, samples, devices))
+    return found if share == 1 else Duration(found.seconds, f"{found.why}; prompts are shared, {share:.0%} is computed")
+
+
+def idle_stages(role: Role, samples: Samples, devices: int) -> float:
+    """Time that pipeline stages take together, as a multiple of what they work."""
+    layout = layout_of(role)
+    if layout.stages == 1:
+        return 1.0
+    copies = max(1, devices // (layout.stages * layout.tensor * layout.sequence))
+    tokens = role.worker.global_train_batch_size * samples.length
+    micro_batch = role.micro_batch(
+        "train", Lengths(samples.prompt + (samples.longest or samples.answer), samples.answer)
+    )
+    return 1 + (layout.stages - 1) / max(1, tokens / copies / micro_batch.tokens)
+
+
+def shared_share(role: Role, samples: Samples) -> float:
+    """Operations of a training pass in which samples of a group compute their prompt once, in parts of all.
+
+    Engines that cannot share, and models whose attention is not full, are not told apart from others here.
+    """
+    if not role.worker.share_prompts or samples.group == 1:
+        return 1.0
+    from roll.data.packing import MAX_ROW_CELLS, WORTH_SHARING
+
+    length, rows = samples.length, role.micro_batch("train", Lengths(samples.length, samples.answer)).rows
+    rows = min(rows, samples.rows)
+    own, prompt = samples.answer + 1, samples.prompt - 1  # a prompt's last token predicts the first of the answer
+    tokens = math.ceil(rows / samples.group) * prompt + rows * own
+    too_long = own * length > MAX_ROW_CELLS or prompt**2 > MAX_ROW_CELLS
+    if too_long or tokens > WORTH_SHARING * rows * length:
+        return 1.0
+    squares = rows * length**2 - (rows - math.ceil(rows / samples.group)) * prompt**2
+    whole = forward_flops(role.shape, rows * length, length, rows * samples.answer)
+    return samples_flops(role.shape, tokens, squares, rows * samples.answer) / whole
+
+
+def scoring_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
+    """One forward pass."""
+    return _computed(1, role, samples, device, devices, idle_stages(role, samples, devices))
+
+
+def rollout_time(role: Role, samples: Samples, device: Device, workers: int, each: int, running: int) -> Duration:
+    """Prompts by the rate of products; tokens one after the other by the memory's bandwidth, or products if slower.
+
+    Args:
+        workers: replicas.
+        each: devices of one.
+        running: most requests that one runs at a time.
+    """
+    shape, c = role.shape, role.compute_bytes
+    rows, longest = math.ceil(samples.rows / workers), samples.longest or samples.answer
+    at_once = min(rows, running)
+    decoding = max(1, round(at_once * samples.answer / longest))  # on average, until the last one ends
+    rate = _per_device(device, each) * device.peak(c) * matrix_share(shape, device)
+    bandwidth = DECODE_SHARE * device.bandwidth * _share(device, each, workers)
+    prompts = math.ceil(rows / samples.group) * samples.prompt
+    prefill = forward_flops(shape, prompts, samples.prompt, 0) / rate
+    copies = each / (1 if shape.latent else min(each, shape.kv_heads))  # of each key on a replica's devices
+    token = shape.kv_bytes(c) * copies
+    states = 2 * shape.states.num_bytes(c)  # read and written
+    read = c * (shape.touched(decoding) + shape.embedding)
+    read += decoding * ((samples.prompt + samples.answer / 2) * token + states)
+    computed = forward_flops(shape, decoding, samples.length, decoding) / rate
+    step = max(read / bandwidth, computed) + _around(shape, device, each)
+    steps = math.ceil(rows / at_once) * longest
+    bound = "bandwidth" if read / bandwidth >= computed else "operations"
+    why = f"{steps:,} tokens one after the other, {at_once} at once, {step * 1e3:.3g} ms each by {bound}"
+    return Duration(prefill + steps * step, why)
+
+
+def _around(shape: ModelShape, device: Device, each: int) -> float:
+    """Seconds of a decode step's kernels and sums, whatever they read."""
+    if device.kind == "cpu":
+        return 0.0
+    hop = 0.0 if each == 1 else HOP_SECONDS if each <= MACHINE else FAR_HOP_SECONDS
+    return shape.layers * (LAYER_SECONDS + hop)
+
+
+def sync_time(role: Role, device: Device, nodes: int = 1) -> Duration:
+    """Weights, or an adapter, over the link between two devices, or the network where there are several machines."""
+    size = 4 * role.adapter if role.lora else role.compute_bytes * role.parameters
+    rate = device.link if nodes == 1 else NETWORK_SHARE * device.network
+    return Duration(size / rate, f"{size / 1e9:.3g} GB at {rate / 1e9:.3g} GB/s")
+
+
+def saved_bytes(role: Role) -> int:
+    """Of a role in a checkpoint: weights, moments, and an adapter in place of frozen weights."""
+    return 4 * (role.adapter if role.lora else role.parameters) + 8 * role.updated
+
+
+def matrix_share(shape: ModelShape, device: Device) -> float:
+    """Share of the peak that a model's matrix products reach."""
+    return device.efficiency or MATRIX_SHARE * shape.width / (shape.width + MATRIX_WIDTH)
+
+
+def _computed(passes: float, role: Role, samples: Samples, device: Device, devices: int, idle: float = 1.0) -> Duration:
+    """So many forward passes."""
+    shape, peak = role.shape, device.peak(role.compute_bytes) * _per_device(device, devices)
+    flops = passes * forward_flops(shape, samples.tokens, samples.length, samples.rows * samples.answer)
+    attention = passes * attention_flops(shape, samples.tokens * samples.length)
+    attention_share = device.efficiency or ATTENTION_SHARE
+    work = (flops - attention) / matrix_share(shape, device) + attention / attention_share
+    share = flops / work
+    why = f"{flops / 1e12:.3g} TFLOP at {share * peak / 1e12:.3g} TFLOP/s ({share:.0%} of the peak)"
+    if idle > 1:
+        why += f", {idle:.2f} times for stages that wait"
+    return Duration(work * idle / peak, why)
+
+
+def _per_device(device: Device, devices: int) -> int:
+    """Devices that work: CPU slots beyond the cores share them."""
+    return devices if device.kind == "gpu" else min(devices, max(1, device.cores))
+
+
+def _share(device: Device, each: int, workers: int) -> float:
+    """Bandwidth of a worker in parts of the device's: GPUs have their own, CPU slots share the machine's."""
+    return float(each) if device.kind == "gpu" else 1 / workers

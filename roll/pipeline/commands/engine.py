@@ -15,8 +15,7 @@ from roll.configs.engines import strategy_names
 from roll.configs.overrides import parse_overrides
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
-from roll.configs.rl import DEFAULT_GENERATOR
-from roll.configs.worker import GeneratingArguments, ModelArguments, StrategyArguments, WorkerConfig
+from roll.configs.worker import DEFAULT_GENERATOR, GeneratingArguments, ModelArguments, StrategyArguments, WorkerConfig
 
 MAX_NEW_TOKENS = 512
 """Of an answer, where nobody says."""

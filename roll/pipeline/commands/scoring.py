@@ -28,7 +28,7 @@ from roll.utils.registry import plugin_variables
 from roll.utils.threads import in_order
 
 if TYPE_CHECKING:
-    from roll.configs.judge import JudgeEngine
+    from roll.configs.rewards import JudgeEngine
     from roll.rewards.judge import HostedModel
 
 SHOWN_ERRORS = 3

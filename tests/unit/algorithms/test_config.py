@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pydantic
 import pytest
@@ -32,14 +33,12 @@ from roll.configs.rl import RLConfig
 from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm
 
 
-def test_defaults_have_no_problems():
-    assert not list(AlgorithmConfig().problems())
-
-
-@pytest.mark.parametrize("estimator", [*ADV_ESTIMATORS, "my.module:estimator"])
-def test_known_and_foreign_estimators_are_accepted(estimator):
-    keys = {"gdpo_reward_keys": ["format/score"]} if estimator == "gdpo" else {}
-    assert not list(AlgorithmConfig(adv_estimator=estimator, **keys).problems())
+def test_defaults_and_all_names_known_or_foreign_have_no_problems():
+    given = [{}, *({"pg_variant": name} for name in (*PG_VARIANTS, "my.module:loss"))]
+    for estimator in (*ADV_ESTIMATORS, "my.module:estimator"):
+        keys = {"gdpo_reward_keys": ["format/score"]} if estimator == "gdpo" else {}
+        given.append({"adv_estimator": estimator, **keys})
+    assert not [problem for keys in given for problem in AlgorithmConfig(**keys).problems()]
 
 
 @pytest.mark.parametrize(
@@ -142,37 +141,22 @@ def test_rules_of_train_infer_filters(keys, key, hint):
     assert problem.path == key and hint in str(problem)
 
 
-@pytest.mark.parametrize("name", [*PG_VARIANTS, "my.module:loss"])
-def test_known_and_foreign_policy_losses_are_accepted(name):
-    assert not list(AlgorithmConfig(pg_variant=name).problems())
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"gamma": 1.1},
-        {"lambd": -0.1},
-        {"dual_clip_c": 1.0},
-        {"advantage_clip": 0.0},
-        {"ppo_epochs": 0},
-        {"kl_penalty": "whole"},
-        {"mask_type": "tokens"},
-        {"overlong_buffer": {"length": 4}},
-        {"kl_cov_ratio": 0.0},
-        {"importance_sampling": "sequence"},
-        {"clip_cov_ratio": 0.0},
-        {"pf_ppo": {"reweight_method": "max"}},
-        {"train_infer_correction": {"is_weight": {"weight_type": "turn"}}},
-        {"train_infer_correction": {"filters": [{"ratio": 1.0}]}},
-        {"norm_mean_type": "tag"},
-        {"loss_agg_mode": "mean"},
-        {"reward_normalization": {"grouping": "tags"}},
-        {"reward_normalisation": {}},
-    ],
-)
-def test_values_out_of_range_and_unknown_keys_are_refused(keys):
-    with pytest.raises(pydantic.ValidationError):
-        AlgorithmConfig(**keys)
+def test_values_out_of_range_and_unknown_keys_are_refused_all_at_once():
+    wrong = {
+        **{"gamma": 1.1, "lambd": -0.1, "dual_clip_c": 1.0, "advantage_clip": 0.0, "ppo_epochs": 0},
+        **{"kl_penalty": "whole", "mask_type": "tokens", "kl_cov_ratio": 0.0, "importance_sampling": "sequence"},
+        **{"clip_cov_ratio": 0.0, "norm_mean_type": "tag", "loss_agg_mode": "mean", "reward_normalisation": {}},
+        "overlong_buffer": {"length": 4},
+        "pf_ppo": {"reweight_method": "max"},
+        "reward_normalization": {"grouping": "tags"},
+        "train_infer_correction": {"is_weight": {"weight_type": "turn"}, "filters": [{"ratio": 1.0}]},
+    }
+    with pytest.raises(pydantic.ValidationError) as caught:
+        AlgorithmConfig(**wrong)
+    found = {error["loc"] for error in caught.value.errors()}
+    inner = {("overlong_buffer", "length"), ("pf_ppo", "reweight_method"), ("reward_normalization", "grouping")}
+    inner |= {("train_infer_correction", *path) for path in (("is_weight", "weight_type"), ("filters", 0, "ratio"))}
+    assert found == inner | {(key,) for key in wrong.keys() - {path[0] for path in inner}}
 
 
 def test_the_overlong_limit_is_that_of_a_turn_unless_it_is_given():
@@ -204,76 +188,15 @@ ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_l
 """Keys of the training loop and the optimizer, which state no formula."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ADVANTAGES.names(),
-        *POLICY_LOSSES.names(),
-        *PREFERENCE_LOSSES.names(),
-        *REWARD_LOSSES,
-        *PreferenceLoss.__args__,  # type: ignore[attr-defined]
-        *KdObjective.__args__,  # type: ignore[attr-defined]
-        *OpdForm.__args__,  # type: ignore[attr-defined]
-        *KlPenalty.__args__,  # type: ignore[attr-defined]
-        *AggregationLevel.__args__,  # type: ignore[attr-defined]
-        *PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
-        *LossAggMode.__args__,  # type: ignore[attr-defined]
-        *RewardNormalizationConfig.model_fields["method"].annotation.__args__,  # type: ignore[union-attr]
-        *RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
-    ],
-)
-def test_registered_names_are_documented(name):
-    assert f"`{name}`" in DOCS or f": {name}`" in DOCS
-
-
-TABLES = {
-    "#### Policy-gradient losses": POLICY_LOSSES.names(),
-    "### Preferences": [*PREFERENCE_LOSSES.names(), *PreferenceLoss.__args__],  # type: ignore[attr-defined]
-    "### Divergences from a teacher": KdObjective.__args__,  # type: ignore[attr-defined]
-    "### Distillation": OpdForm.__args__,  # type: ignore[attr-defined]
-    "### Reward models": REWARD_LOSSES,
-}
-"""The losses that the table under a heading has."""
-SOURCE = re.compile(r"\b(19|20)\d\d\b|[Tt]he same")
-
-
-def section(heading: str) -> str:
-    """What stands under a heading, up to the next."""
-    _, found, rest = f"\n{DOCS}".partition(f"\n{heading}\n")
-    assert found, f"no heading {heading!r}"
-    return re.split(r"\n#+ ", rest, maxsplit=1)[0]
-
-
-@pytest.mark.parametrize(("heading", "name"), [(heading, name) for heading in TABLES for name in TABLES[heading]])
-def test_a_loss_has_its_formula_and_its_paper(heading, name):
-    rows = [row.strip("|").split(" | ") for row in section(heading).splitlines() if row.startswith("| `")]
-    (cells,) = [cells for cells in rows if f"`{name}`" in cells[0]]
-    assert "`" in "".join(cells[1:-1]), "a formula"
-    assert SOURCE.search(cells[-1]), "a paper with its year"
-
-
-@pytest.mark.parametrize("name", ADVANTAGES.names())
-def test_an_estimator_has_its_formula_and_its_paper(name):
-    (heading,) = re.findall(rf"^### .*`{name}`.*$", DOCS, re.MULTILINE)
-    text = section(heading)
-    assert "`" in text and SOURCE.search(text)
-
-
-SECTIONS = (
-    AlgorithmConfig,
-    OverlongBufferConfig,
-    PfPpoConfig,
-    PreferenceConfig,
-    DistillLossConfig,
-    DivergenceConfig,
-    OnPolicyDistillationConfig,
-    RewardLossConfig,
-    TrainInferCorrectionConfig,
-    IsWeightConfig,
-    TrainInferFilterConfig,
-)
-
-
-@pytest.mark.parametrize("key", sorted({key for section in SECTIONS for key in section.model_fields} - ELSEWHERE))
-def test_keys_are_documented(key):
-    assert re.search(rf"\b{key}\b", DOCS)
+def test_registered_names_and_keys_are_documented():
+    choices = (PreferenceLoss, KdObjective, OpdForm, KlPenalty, AggregationLevel, LossAggMode)
+    fields = [(PfPpoConfig, "reweight_method"), *((RewardNormalizationConfig, key) for key in ("method", "grouping"))]
+    names = [*ADVANTAGES.names(), *POLICY_LOSSES.names(), *PREFERENCE_LOSSES.names(), *REWARD_LOSSES]
+    names += [name for choice in choices for name in get_args(choice)]
+    names += [name for section, key in fields for name in get_args(section.model_fields[key].annotation)]
+    assert not [name for name in names if f"`{name}`" not in DOCS and f": {name}`" not in DOCS]
+    sections = (AlgorithmConfig, OverlongBufferConfig, PfPpoConfig, PreferenceConfig, DistillLossConfig)
+    sections += (DivergenceConfig, OnPolicyDistillationConfig, RewardLossConfig, TrainInferCorrectionConfig)
+    sections += (IsWeightConfig, TrainInferFilterConfig)
+    keys = {key for section in sections for key in section.model_fields} - ELSEWHERE
+    assert not [key for key in keys if not re.search(rf"\b{key}\b", DOCS)]

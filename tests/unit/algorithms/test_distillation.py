@@ -217,25 +217,6 @@ def test_gradients_are_those_of_small_differences(objective):
     assert torch.autograd.gradcheck(value, (logits,))
 
 
-def test_limits():
-    teacher, student = distributions(4)
-    forward, reverse = (
-        divergence_addends(teacher, student, config(name)).sum(-1) for name in ("forward_kl", "reverse_kl")
-    )
-    for beta, limit in ((1e-6, forward), (1 - 1e-6, reverse)):  # of JSD / b and JSD / (1 - b)
-        found = divergence_addends(teacher, student, config("js_divergence", jsd_beta=beta)).sum(-1)
-        torch.testing.assert_close(found / min(beta, 1 - beta), limit, rtol=1e-3, atol=0)
-    for name, limit in (("skewed_forward_kl", forward), ("skewed_reverse_kl", reverse)):
-        found = divergence_addends(teacher, student, config(name, skew_lambda=0.0)).sum(-1)
-        torch.testing.assert_close(found, limit, rtol=1e-12, atol=0)
-    half = [
-        divergence_addends(p, q, config("js_divergence", jsd_beta=0.5)).sum(-1)
-        for p, q in ((teacher, student), (student, teacher))
-    ]
-    torch.testing.assert_close(*half, rtol=1e-12, atol=0)
-    assert float(half[0].max()) < math.log(2)
-
-
 def test_impossible_outcomes_add_nothing():
     """An id that both mask (``comparison.MASKED``) counts for nothing, and its gradient is no NaN."""
     teacher = torch.tensor([[0.5, 0.5, 0.0]]).log().clamp_min(-1e30)
@@ -282,14 +263,6 @@ def test_chunks_are_the_shortest_that_both_have(seed):
     assert list(common_chunks(own, other)) == brute_force(own, other)
 
 
-def test_ends_that_only_one_side_has():
-    assert common_chunks([1, 2, 5], [2, 4, 5]) == ([0, 0, 1], [0, 1, 1])
-    assert common_chunks([3, WITHIN], [1, 3]) == ([0, NO_CHUNK], [0, 0]), "it ends amid a character"
-    assert common_chunks([2, 2, 3], [2, 3]) == ([0, 0, 1], [0, 1]), "a token without text"
-    assert common_chunks([4], [1, 3]) == ([NO_CHUNK], [NO_CHUNK, NO_CHUNK])
-    assert common_chunks([], [1]) == ([], [NO_CHUNK])
-
-
 def test_sums_of_chunks_are_shared_out():
     rng = random.Random(0)
     own, theirs = [], []  # (row, chunk) of tokens
@@ -313,11 +286,3 @@ def test_sums_of_chunks_are_shared_out():
         sampled = [value for key, value in zip(own, p, strict=True) if key == (row, chunk)]
         assert found[token].item() == pytest.approx(said / len(sampled), abs=1e-12)
         assert gaps[token].item() == pytest.approx((said - math.fsum(sampled)) / len(sampled), abs=1e-12)
-
-
-def test_a_token_each_is_what_it_is_without_chunks():
-    values = torch.randn(40, generator=torch.Generator().manual_seed(0))
-    rows_T = torch.arange(40) // 8
-    chunk_T = torch.arange(40) % 8
-    assert torch.equal(shared_logprobs(values, (rows_T, chunk_T), (rows_T, chunk_T)).float(), values)
-    assert torch.equal(chunk_means(values.double(), rows_T, chunk_T), values.double())

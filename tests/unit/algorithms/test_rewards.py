@@ -1,7 +1,6 @@
 """Reward normalisation, clipping, KL in the reward and running statistics against loops in float64."""
 
 import json
-import math
 import statistics
 from collections import defaultdict
 from typing import Any
@@ -20,6 +19,7 @@ from roll.data.batch import Batch
 from roll.preflight.choices import check_reward_parts
 from tests.support.algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch
 from tests.support.examples import examples
+from tests.unit.algorithms.test_kl import oracle as estimated_kl
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -171,22 +171,10 @@ def test_kl_is_taken_from_each_sampled_token(seed, kind):
     batch = to_batch(episodes, False, seed)
     out, metrics = apply_kl_penalty(batch, AlgorithmConfig(kl_penalty=kind).kl_penalty, 0.3)
     before, expected, row_means = by_token(batch, batch.rewards_T), {}, []
-    for e in episodes:
-        for turn in e.turns:
-            kls = []
-            for token in turn.sampled:
-                d = token.old_logprob - token.ref_logprob
-                if kind in ("kl", "k1"):
-                    kl = d
-                elif kind == "abs":
-                    kl = abs(d)
-                elif kind in ("mse", "k2"):
-                    kl = d * d / 2
-                else:
-                    kl = min(max(math.exp(-d) + d - 1, -10), 10)
-                kls.append(kl)
-                expected[token.id] = before[token.id] - 0.3 * kl
-            row_means += [statistics.mean(kls)] if kls else []
+    for turn in (turn for e in episodes for turn in e.turns):
+        kls = [estimated_kl(kind, token.old_logprob - token.ref_logprob) for token in turn.sampled]
+        expected |= {token.id: before[token.id] - 0.3 * kl for token, kl in zip(turn.sampled, kls, strict=True)}
+        row_means += [statistics.mean(kls)] if kls else []
     assert_close(out, out.rewards_T, expected)
     assert metrics["reward/kl"] == pytest.approx(statistics.mean(row_means) if row_means else 0.0, abs=1e-5)
     assert metrics["reward/kl_coef"] == 0.3

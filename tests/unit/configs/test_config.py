@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from roll.configs import SHIPPED
 from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
-from roll.configs.engines import cards
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
 from roll.configs.loader import load_config
@@ -102,13 +101,8 @@ def test_environments_that_are_trained_on_have_a_teacher(load, problems):
 def test_values_defaults_interpolation_and_overrides(load, problems):
     config = load("actor_infer.generating_args.max_new_tokens=${response_length}", "response_length=99")
     assert config.actor_infer.generating_args.max_new_tokens == 99
-    assert config.actor_train.training_args.learning_rate == 1e-3
-    assert config.actor_train.device_mapping == [0, 1]
-    assert config.exp_name == "mine"
-    assert config.seed == 42
-    config = load(
-        "critic.infer_batch_size=3", "+max_steps=5", "++seed=7", "actor_train.device_mapping=list(range(2,4))"
-    )
+    assert (config.exp_name, config.seed, config.actor_train.training_args.learning_rate) == ("mine", 42, 1e-3)
+    config = load("critic.infer_batch_size=3", "+max_steps=5", "++seed=7", "actor_train.device_mapping=range(2,4)")
     assert (config.critic.infer_batch_size, config.max_steps, config.seed) == (3, 5, 7)
     assert config.actor_train.device_mapping == [2, 3]
     assert load("~rollout_batch_size", "~val_batch_size").rollout_batch_size == 128
@@ -145,19 +139,11 @@ STRAY = "foo: {a: 1, b: '${foo.a}'}\nbar: '${baz.x}'\nbaz: {x: '${foo.a}'}\n"
 VLLM_OPTIONS = "actor_infer.strategy_args={strategy_name:vllm,strategy_config:{fsdp_size:x}}"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "text", "paths"),
-    [
-        pytest.param([], STRAY, {"foo", "bar", "baz"}, id="sections that only stray sections read"),
-        pytest.param(
-            [VLLM_OPTIONS, "tiny_num_heads=2"], "", {"actor_infer.strategy_args.strategy_config.fsdp_size"},
-            id="an option of another engine",
-        ),
-        pytest.param(["track_with=[tensorboard,5,null]"], "", {"track_with.1", "track_with.2"}, id="items of a list"),
-    ],
-)  # fmt: skip
-def test_each_wrong_place_is_one_problem(problems, overrides, text, paths):
-    assert set(problems(*overrides, text=MINIMAL + text)) == paths
+def test_each_wrong_place_is_one_problem(problems):
+    assert problems(text=MINIMAL + STRAY).keys() == {"foo", "bar", "baz"}, "sections that only stray sections read"
+    option = "actor_infer.strategy_args.strategy_config.fsdp_size"  # of another engine
+    assert problems(VLLM_OPTIONS, "tiny_num_heads=2").keys() == {option}
+    assert problems("track_with=[tensorboard,5,null]").keys() == {"track_with.1", "track_with.2"}
 
 
 def test_a_top_level_variable_must_be_referred_to_also_by_way_of_another(load, problems):
@@ -170,11 +156,6 @@ def test_a_top_level_variable_must_be_referred_to_also_by_way_of_another(load, p
     assert "my_steps" in problems(text=MINIMAL + "my_steps: 12\n")
 
 
-def test_a_wrong_option_of_a_tracker_shows_no_value(problems):
-    found = problems("track_with=stdout", "tracker_kwargs={api_key:hunter2}")
-    assert "api_key" in str(found["tracker_kwargs"]) and "hunter2" not in str(found["tracker_kwargs"])
-
-
 def test_many_equal_problems_are_told_once(problems, load):
     tags = [f"Tag{i}" for i in range(50)]
     with pytest.raises(ConfigErrors) as caught:
@@ -183,20 +164,6 @@ def test_many_equal_problems_are_told_once(problems, load):
     text = str(caught.value)
     assert text.count("train_env_manager.tags.") == 3 and "… and 49 more like it" in text and "seed: " in text
     assert report(caught.value, "mine").count("a key of custom_envs") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("exp_name: tête\n".encode("latin-1"), "utf-8"),
-        (b"a: [1\nb: 2\n", r"bad\.yaml"),
-        *((text, "") for text in (b"a: 1\na: 2\n", b"defaults: [nowhere@_here_]\n", b"- 1\n", b"x: ${\n", b"5\n")),
-    ],
-)
-def test_a_file_that_cannot_be_composed_is_one_clear_problem(tmp_path, content, message):
-    (tmp_path / "bad.yaml").write_bytes(content)
-    with pytest.raises(ConfigErrors, match=message or None):
-        load_config(AgenticConfig, "bad", tmp_path)
 
 
 def test_braces_that_are_no_placeholders_pass_and_numbers_in_the_environment_become_text(load):
@@ -217,13 +184,9 @@ def test_a_warm_up_beyond_the_run_is_told(load):
 
 
 def test_library_entries_are_checked_though_only_chosen_ones_are_read():
+    wrong = ["custom_env.LargerSokoban.max_step=3", "custom_env.Smal.max_steps=3"]
     with pytest.raises(ConfigErrors) as caught:
-        load_config(
-            AgenticConfig,
-            "agentic_sokoban",
-            CONFIGS,
-            ["custom_env.LargerSokoban.max_step=3", "custom_env.Smal.max_steps=3"],
-        )
+        load_config(AgenticConfig, "agentic_sokoban", CONFIGS, wrong)
     found = {problem.path: problem for problem in caught.value.problems}
     assert found["custom_env.LargerSokoban.max_step"].hint == "did you mean max_steps?"
     assert found["custom_env.Smal.env_type"].got is NOTHING
@@ -238,59 +201,37 @@ def test_unknown_configurations_links_to_nowhere_and_open_values_are_problems(tm
     assert {"seed", "max_steps", "logging_steps"} <= set(found)
 
 
-@pytest.mark.parametrize(
-    ("override", "path", "words"),
-    [
-        # types and ranges
-        ("seed=abc", "seed", "int, at least 0"),
-        ("seed=-1", "seed", "int, at least 0"),
-        ("seed=1.0", "seed", "int"),
-        ("seed=true", "seed", "int"),
-        (f"num_nodes={10**30}", "num_nodes", "at most 10000"),
-        (f"num_gpus_per_node={10**12}", "num_gpus_per_node", "at most 1024"),
-        (f"actor_train.world_size={10**30}", "actor_train.world_size", "at most 100000"),
-        ("rollout_batch_size=1000000007", "rollout_batch_size", "at most 1000000"),
-        ("seed='1'", "seed", "int"),
-        ("whiten_advantages=1", "whiten_advantages", "bool"),
-        *((f"exp_name={name}", "exp_name", "matching") for name in ("a/b", "..", ".", ".hidden", "x" * 201)),
-        ("track_with=5", "track_with", "str, or list of str"),
-        ("resume_from_checkpoint=3", "resume_from_checkpoint", "bool, or str"),
-        *((f"{RATE}={value}", RATE, "more than 0") for value in ("fast", "0")),
-        *((f"{RATE}={value}", RATE, "finite") for value in ("inf", "nan", "-inf")),
-        ("actor_train.model_args.dtype=fp8", "actor_train.model_args.dtype", "one of: fp32, bf16, fp16, or null"),
-        ("actor_infer.generating_args.num_beams=4", "actor_infer.generating_args.num_beams", "only 1"),
-        ("actor_infer.generating_args.top_p=1.5", "actor_infer.generating_args.top_p", "at most 1"),
-        ("actor_train.device_mapping=[0,0]", "actor_train.device_mapping", "every device id once"),
-        ("actor_train=3", "actor_train", "section"),
-        ("critic=[1]", "critic", "section, or null"),
-        ("custom_envs.Lake.max_steps=0", "custom_envs.Lake.max_steps", "int, at least 1"),
-        ("train_env_manager.tags=Lake", "train_env_manager.tags", "list of str, at least 1 long write [Lake]"),
-        ("train_env_manager.tags=[Lake,3]", "train_env_manager.tags.1", "str"),
-        ("system_envs.A=1.5", "system_envs.A", "str"),
-        ("train_env_manager.num_env_groups=4", "train_env_manager.num_env_groups", "env_groups"),
-        # names, files and devices that do not exist
-        ("train_env_manager.tags=[Lak]", "train_env_manager.tags.0", "did you mean Lake?"),
-        ("custom_envs.Lake.env_type=frozen_lak", "custom_envs.Lake.env_type", "frozen_lake"),
-        ("custom_envs.Lake.env_config.size=99", "custom_envs.Lake.env_config.size", ""),
-        ("custom_envs.Boxes.env_manager_cls=stepp", "custom_envs.Boxes.env_manager_cls", "did you mean step?"),
-        (f"{GENERATOR}=vlm", GENERATOR, "did you mean vllm?"),
-        (f"{GENERATOR}=fsdp2_train", GENERATOR, ""),
-        (f"{TRAINER}=vllm", TRAINER, ""),
-        (f"{TRAINER}=no_such_pkg.x:Y", TRAINER, ""),
-        ("track_with=tensorbord", "track_with", "tensorboard"),
-        ("actor_train.data_args.template=chatmll", "actor_train.data_args.template", "did you mean 'chatml'?"),
-        ("adv_estimator=reinforc", "adv_estimator", ""),
-        ("pg_variant=dppo", "pg_variant", "did you mean dppo_"),
-        ("pretrain=./no/such/model", "pretrain", "nothing at this path"),
-        ("actor_train.device_mapping=[7,8]", "actor_train.device_mapping", "8"),
-        ("val_env_manager.worker_cls=not a path", "val_env_manager.worker_cls", ""),
-        ("resume_from_checkpoint=./no/such/checkpoint", "resume_from_checkpoint", ""),
-    ],
-)
-def test_a_wrong_value_is_one_problem_at_its_key(problems, override, path, words):
-    found = problems(override)
-    assert set(found) == {path}
-    assert words in f"{found[path].expected} {found[path].hint}"
+WRONG = [
+    # types and ranges
+    *((f"seed={value}", "int") for value in ("abc", "1.0", "true", "'1'")), ("seed=-1", "int, at least 0"),
+    (f"num_nodes={10**30}", "at most 10000"), (f"num_gpus_per_node={10**12}", "at most 1024"),
+    (f"actor_train.world_size={10**30}", "at most 100000"), ("rollout_batch_size=1000000007", "at most 1000000"),
+    ("whiten_advantages=1", "bool"), ("track_with=5", "str, or list of str"), ("system_envs.A=1.5", "str"),
+    *((f"exp_name={name}", "matching") for name in ("a/b", "..", ".", ".hidden", "x" * 201)),
+    ("resume_from_checkpoint=3", "bool, or str"), ("actor_train=3", "section"), ("critic=[1]", "section, or null"),
+    *((f"{RATE}={value}", "more than 0") for value in ("fast", "0")),
+    *((f"{RATE}={value}", "finite") for value in ("inf", "nan", "-inf")),
+    ("actor_train.model_args.dtype=fp8", "one of: fp32, bf16, fp16, or null"),
+    ("actor_infer.generating_args.num_beams=4", "only 1"), ("actor_infer.generating_args.top_p=1.5", "at most 1"),
+    ("actor_train.device_mapping=[0,0]", "every device id once"), ("actor_train.device_mapping=[7,8]", "8"),
+    ("custom_envs.Lake.max_steps=0", "int, at least 1"), ("train_env_manager.num_env_groups=4", "env_groups"),
+    ("train_env_manager.tags=Lake", "list of str, at least 1 long write [Lake]"),
+    ("train_env_manager.tags=[Lake,3]", "train_env_manager.tags.1 str"),
+    # names, files and devices that do not exist
+    ("train_env_manager.tags=[Lak]", "did you mean Lake?"), ("custom_envs.Lake.env_type=frozen_lak", "frozen_lake"),
+    ("custom_envs.Lake.env_config.size=99", ""), ("custom_envs.Boxes.env_manager_cls=stepp", "did you mean step?"),
+    (f"{GENERATOR}=vlm", "did you mean vllm?"), (f"{GENERATOR}=fsdp2_train", ""), (f"{TRAINER}=vllm", ""),
+    (f"{TRAINER}=no_such_pkg.x:Y", ""), ("track_with=tensorbord", "tensorboard"), ("adv_estimator=reinforc", ""),
+    ("actor_train.data_args.template=chatmll", "did you mean 'chatml'?"), ("pg_variant=dppo", "did you mean dppo_"),
+    ("pretrain=./no/such/model", "nothing at this path"), ("val_env_manager.worker_cls=not a path", ""),
+    ("resume_from_checkpoint=./no/such/checkpoint", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "words"), WRONG)
+def test_a_wrong_value_is_one_problem_at_its_key(problems, override, words):
+    ((path, problem),) = problems(override).items()
+    assert path.startswith(override.partition("=")[0]) and words in f"{path} {problem.expected} {problem.hint}"
 
 
 @pytest.mark.parametrize(
@@ -323,17 +264,15 @@ def test_muon_is_for_whole_matrices(problems, load, override, key, words):
         ("custom_envs.Lake.env_configs={}", "did you mean env_config?"),
         ("custom_envs.Boxes.env_config.dim_rom=[6,6]", "did you mean dim_room?"),
         ("train_env_manager.num_env_group=3", "did you mean num_env_groups?"),
-        # names of other libraries, and keys in a wrong place
         ("trainer={total_epochs:3}", "top-level keys here: max_steps"),
-        ("dataset_dir=data", "files are relative to the working folder"),
-        ("clip_ratio=0.2", "use pg_clip"),
+        ("dataset_dir=data", "files are relative to the working folder"), ("clip_ratio=0.2", "use pg_clip"),
         ("actor_train.fsdp_size=2", "it belongs to strategy_args.strategy_config of a role with fsdp2_train"),
         ("actor_train.pg_variant=ppo", "pg_variant belongs to the top level"),
         ("actor_infer.dtype=bf16", "did you mean actor_infer.model_args.dtype?"),
         ("rollout_backend=vllm", "use actor_infer.strategy_args.strategy_name"),
         ("rule_of_reward={a:1}", "see docs/configuration.md"),
     ],
-)
+)  # fmt: skip
 def test_unknown_keys_name_the_nearest_valid_one(problems, override, hint):
     found = problems(override)
     path = override.partition("=")[0]
@@ -401,6 +340,8 @@ def test_newer_spellings_are_the_same_keys(load, problems):
          "actor_train.max_tokens_per_microbatch_in_train"),
         (["adv_estimator=gae"], "critic"),
         (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference"),
+        (["num_nodes=2", "actor_infer={strategy_args:{strategy_name:vllm},num_gpus_per_worker:2,device_mapping:[7,8]}",
+          "tiny_num_heads=2"], "actor_infer.device_mapping"),
         (["actor_infer.training_args.learning_rate=1"], "actor_infer.training_args"),
         (["actor_train.generating_args.temperature=0.5"], "actor_train.generating_args"),
         (["actor_infer.data_args.template=x.jinja"], "actor_infer.data_args"),
@@ -476,24 +417,15 @@ def test_the_folder_of_a_run_is_answered_with_the_model_saved_in_it(problems, tm
         assert problems(f"pretrain={folder}")["pretrain"].hint.endswith(f"is {checkpoint}/actor_train")
 
 
-def test_a_workers_devices_must_lie_on_one_node(problems):
-    vllm = "actor_infer={strategy_args:{strategy_name:vllm},num_gpus_per_worker:2,device_mapping:[7,8]}"
-    found = problems("num_nodes=2", vllm)
-    assert "one node" in found["actor_infer.device_mapping"].hint
-
-
 def test_all_mistakes_are_reported_at_once_in_order_of_their_keys(problems):
-    found = problems(
-        "seed=x", "max_stepz=1", "rollout_batch_size=18", "custom_envs.Lake.env_type=nope", "track_with=nobody",
-        "val_env_manager.n_groups=[1,1]", "actor_infer.strategy_args.strategy_config.speed=1", "nonsense",
-        "pretrain=./missing", "actor_train.device_mapping=[9]", "actor_train.training_args.weight_decay=-1",
-    )  # fmt: skip
+    wrong = ("seed=x", "max_stepz=1", "rollout_batch_size=18", "custom_envs.Lake.env_type=nope", "track_with=nobody",
+             "val_env_manager.n_groups=[1,1]", "actor_infer.strategy_args.strategy_config.speed=1", "nonsense",
+             "pretrain=./missing", "actor_train.device_mapping=[9]", "actor_train.training_args.weight_decay=-1",
+             "a..b=5", ".a=3", "=5", "größe=3")  # fmt: skip
+    found = problems(*wrong)
     assert list(found) == sorted(found)
-    assert set(found) >= {
-        "seed", "max_stepz", "rollout_batch_size", "custom_envs.Lake.env_type", "track_with",
-        "val_env_manager.n_groups", "actor_infer.strategy_args.strategy_config.speed", "nonsense",
-        "pretrain", "actor_train.device_mapping", "actor_train.training_args.weight_decay",
-    }  # fmt: skip
+    assert set(found) >= {each if each in wrong[-4:] else each.partition("=")[0] for each in wrong}
+    assert all("is not a key" in found[word].hint for word in wrong[-4:])
 
 
 def test_a_wrong_value_causes_no_further_problems_in_rules_that_use_it(problems):
@@ -557,11 +489,6 @@ def test_engine_options_pass_unknown_keys_through_and_check_known_ones(load, pro
     assert "training_args" in found["actor_train.strategy_args.strategy_config.train_batch_size"].expected
 
 
-def test_every_strategy_has_defaults_that_hold():
-    for card in cards():
-        assert not list(card.options().problems())
-
-
 @pytest.mark.parametrize(
     ("name", "options", "key"),
     [
@@ -615,46 +542,6 @@ def test_roles_are_those_that_the_algorithm_needs(load):
     assert list(load(*both).roles) == ["actor_train", "actor_infer"]
     reference = load(*both, "use_kl_loss=true", "kl_loss_coef=0.01")
     assert list(reference.roles) == ["actor_train", "actor_infer", "reference"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "path", "words"),
-    [
-        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{moe_z_los_coeff:1}}"],
-         "actor_train.strategy_args.strategy_config.moe_z_los_coeff", "moe_z_loss_coeff"),
-        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{num_layers:4}}"],
-         "actor_train.strategy_args.strategy_config.num_layers", "model_config_kwargs"),
-        (["actor_train.strategy_args={strategy_name:deepspeed_train,strategy_config:{zero_optimization:{stag:2}}}"],
-         "actor_train.strategy_args.strategy_config.zero_optimization.stag", "stage"),
-        (["actor_infer.strategy_args={strategy_name:vllm,strategy_config:{enforce_eagr:true}}", "tiny_num_heads=2"],
-         "actor_infer.strategy_args.strategy_config.enforce_eagr", "enforce_eager"),
-        (["actor_infer.strategy_args.strategy_name=vllm"], "tiny_num_heads", "heads of 32"),
-        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{tensor_model_parallel_size:8}}",
-          "actor_train.device_mapping=[0,1,2,3,4,5,6,7]", "num_gpus_per_node=8"],
-         "actor_train.strategy_args.strategy_config.tensor_model_parallel_size", "num_attention_heads 4"),
-        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{pipeline_model_parallel_size:4}}",
-          "actor_train.device_mapping=[0,1,2,3]", "num_gpus_per_node=8"],
-         "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size", "num_hidden_layers 2"),
-        (["actor_train.model_args.ulysses_size=8", "actor_train.device_mapping=[0,1,2,3,4,5,6,7]",
-          "num_gpus_per_node=8"],
-         "actor_train.model_args.ulysses_size", "4 attention heads"),
-        (["actor_train.model_args.ulysses_size=4", "actor_train.device_mapping=[0,1,2,3,4,5]", "num_gpus_per_node=8"],
-         "actor_train.model_args.ulysses_size", "to divide the 6 devices"),
-        (["actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.ulysses_size=2",
-          "actor_train.device_mapping=[0,1]", "num_gpus_per_node=8"],
-         "actor_train.model_args.ulysses_size", "context_parallel_size"),
-        (["actor_infer.model_args.lora_target=q_proj"], "actor_infer.model_args.lora_target", "actor_train"),
-        (["actor_train.model_args.lora_target=q_proj", "reference={}", "use_kl_loss=true", "kl_loss_coef=0.1"],
-         "reference", "without its adapter"),
-        (["actor_infer.model_args.use_liger_kernel=true"],
-         "actor_infer.model_args.use_liger_kernel", "false with hf_infer"),
-    ],
-)  # fmt: skip
-def test_a_wrong_choice_of_engine_or_layout_is_named_with_the_right_one(problems, overrides, path, words):
-    found = problems(*overrides)
-    assert path in found, found
-    assert words in f"{found[path].expected} {found[path].hint}"
-    assert len(found) == 1, found
 
 
 WEIGHTED = "train_infer_correction.is_weight.enabled=true"
@@ -772,20 +659,17 @@ def test_replicas_that_evaluate_are_the_generator_s_on_devices_of_their_own(load
         ("defaults: [agentic_sokobann]\n", 'got "agentic_sokobann".*did you mean agentic_sokoban?'),
         ("custom_envs: {null: 3}\n", "Incompatible key type 'NoneType' at custom_envs"),
         ("seed: ${\n", "no viable alternative at input '${' at seed"),
+        ("exp_name: tête\n".encode("latin-1"), "utf-8"),
+        ("a: [1\nb: 2\n", "bad.yaml"),
+        *((text, "") for text in ("a: 1\na: 2\n", "defaults: [nowhere@_here_]\n", "- 1\n", "5\n")),
     ],
 )
 def test_why_a_file_cannot_be_composed_is_told(tmp_path, text, words):
-    (tmp_path / "bad.yaml").write_text(text)
+    (tmp_path / "bad.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigErrors) as caught:
         load_config(AgenticConfig, "bad", tmp_path)
     assert all(each in str(caught.value) for each in words.split(".*"))
     assert "search path" not in str(caught.value) and "object_type" not in str(caught.value)
-
-
-@pytest.mark.parametrize("word", ["a..b=5", ".a=3", "=5", "größe=3"])
-def test_what_is_no_key_is_told_beside_other_problems(problems, word):
-    found = problems(word, "logging_steps=0")
-    assert "is not a key" in found[word].hint and "logging_steps" in found
 
 
 def test_lists_outside_of_hydras_grammar_are_lists(problems, load):
@@ -795,17 +679,10 @@ def test_lists_outside_of_hydras_grammar_are_lists(problems, load):
     assert problems("max_steps=[1")["max_steps"].got == "[1"
 
 
-@pytest.mark.parametrize(
-    ("override", "path", "expected"),
-    [
-        ("train_env_manager.tags={a: 1}", "train_env_manager.tags", "list of str"),
-        ("actor_train=[1]", "actor_train", "section"),
-        ("custom_envs.Lake=[1]", "custom_envs.Lake", "section"),
-    ],
-)
-def test_a_list_in_place_of_a_section_hides_no_other_problem(problems, override, path, expected):
-    found = problems(override, "max_stepz=1")
-    assert expected in found[path].expected and "max_stepz" in found
+def test_a_list_in_place_of_a_section_hides_no_other_problem(problems):
+    found = problems("train_env_manager.tags={a: 1}", "actor_train=[1]", "custom_envs.Lake=[1]", "max_stepz=1")
+    assert "list of str" in found["train_env_manager.tags"].expected and "max_stepz" in found
+    assert all("section" in found[path].expected for path in ("actor_train", "custom_envs.Lake"))
 
 
 def test_a_file_with_another_kind_than_what_it_includes_hides_no_problem(tmp_path):
@@ -827,27 +704,24 @@ def test_a_file_with_another_kind_than_what_it_includes_hides_no_problem(tmp_pat
     }
 
 
-def test_all_wrong_options_of_trackers_are_told(problems):
+def test_all_wrong_options_of_trackers_are_told_without_their_values(problems):
     found = problems("track_with=[wandb,tensorboard]", "tracker_kwargs={wandb:{projekt:x,mode:1},mlflow:{}}")
     assert all(each in found["tracker_kwargs"].hint for each in ("'project'", "wandb.mode", "tracker_kwargs.mlflow"))
+    found = problems("track_with=stdout", "tracker_kwargs={api_key:hunter2}")
+    assert "api_key" in str(found["tracker_kwargs"]) and "hunter2" not in str(found["tracker_kwargs"])
 
 
 @pytest.mark.parametrize(
     ("schema", "name", "key", "hint"),
     [
-        (
-            AgenticConfig,
-            "agentic_sokoban",
-            "rewards",
-            "it belongs to RLVR and SFT and .*; here the environments give the rewards",
-        ),
+        (AgenticConfig, "agentic_sokoban", "rewards",
+         "it belongs to RLVR and SFT and .*; here the environments give the rewards"),
         (RLVRConfig, "rlvr_math", "judge", "it belongs to the agentic pipeline$"),
         (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; this pipeline uses rewards"),
-        (SFTConfig, "sft_math", "num_return_sequences_in_group", "it belongs to RLVR$"),
         (SFTConfig, "sft_math", "preference_loss", r"it belongs to preferences \(DPO\)$"),
         (SFTConfig, "sft_math", "teacher", "it belongs to the agentic pipeline and RLVR and .*responses$"),
     ],
-)
+)  # fmt: skip
 def test_a_key_of_another_pipeline_is_told_whose_it_is(schema, name, key, hint):
     with pytest.raises(ConfigErrors) as told:
         load_config(schema, name, SHIPPED, [f"{key}={{}}"])
@@ -860,14 +734,8 @@ def test_a_key_of_another_pipeline_is_told_whose_it_is(schema, name, key, hint):
     [
         ("7: {a: 1}", "7", "int"),
         ("on: 1", "True", "bool"),
-        ("1.5: 1", "1.5", "float"),
         ("system_envs: {1: a}", "system_envs.1", "int"),
         ("critic: {1.5: 1}", "critic.1.5", "float"),
-        (
-            "reference: {model_args: {model_config_kwargs: {off: 1}}}",
-            "reference.model_args.model_config_kwargs.False",
-            "bool",
-        ),
         ("critic: {strategy_args: {strategy_config: {1: 2}}}", "critic.strategy_args.strategy_config.1", "int"),
     ],
 )
@@ -877,13 +745,10 @@ def test_a_key_that_yaml_takes_for_no_text_is_told_beside_other_problems(problem
     assert found[path].hint == f"YAML reads it as {kind}: put it in quotes"
 
 
-@pytest.mark.parametrize("text", ["", r"\n", r"\n\n", r"\t", r"\r\n"])
-def test_a_stop_string_is_neither_empty_nor_a_spelled_escape(text):
-    (problem,) = GeneratingArguments(stop_strings=["</s>", text]).problems()
-    assert problem.path == "stop_strings.1" and problem.got == text
-
-
-def test_other_stop_strings_are_taken():
+def test_a_stop_string_is_neither_empty_nor_a_spelled_escape():
+    for text in ("", r"\n", r"\n\n", r"\t", r"\r\n"):
+        (problem,) = GeneratingArguments(stop_strings=["</s>", text]).problems()
+        assert problem.path == "stop_strings.1" and problem.got == text
     assert list(GeneratingArguments(stop_strings=["\n", "\\boxed", "\\\\", " "]).problems()) == []
 
 
@@ -914,11 +779,8 @@ def test_the_configuration_reference_is_current():
 
 
 @pytest.mark.parametrize("schema", [AgenticConfig, RLVRConfig])
-def test_every_key_is_documented(schema):
-    text = "".join(page.read_text() for page in (ROOT / "docs" / "configuration").glob("*.md"))
-    for path, field in leaf_paths(schema):
-        assert field.description, path
-        assert f"| `{path.rpartition('.')[2]}` |" in text, path
+def test_every_key_has_a_description(schema):
+    assert [path for path, field in leaf_paths(schema) if not field.description] == []
 
 
 def test_every_page_is_in_the_menu_of_the_site():
@@ -930,15 +792,12 @@ def test_every_page_is_in_the_menu_of_the_site():
 @pytest.mark.parametrize(
     ("text", "devices"),
     [
-        ("list(range(0,16))", list(range(16))),
         ("range(4)", [0, 1, 2, 3]),
-        ("[0, 1]", [0, 1]),
-        ("[3]", [3]),
+        ("  [7]  ", [7]),
         ("list(range(0,8)) + list(range(16,24))", [*range(8), *range(16, 24)]),
         ("list(range(0, 8, 2)) + [1] + (list(range(9,11)))", [0, 2, 4, 6, 1, 9, 10]),
         ("list([5, 6])", [5, 6]),
         ("list(range(3, -1, -1))", [3, 2, 1, 0]),
-        ("  [7]  ", [7]),
         ([4, 2], [4, 2]),
         (None, None),
     ],
@@ -950,40 +809,13 @@ def test_expressions_and_lists_give_device_ids(text, devices):
 @pytest.mark.parametrize(
     "text",
     [
-        "__import__('os').system('touch /tmp/owned')",
-        "list(range(0, 10**9))",
-        "list(range(0, 1000000000000))",
-        "[i for i in range(4)]",
-        "[0] * 1000000000",
-        "list(map(int, '01'))",
-        "list(range(*[0, 4]))",
-        "list(range(stop=4))",
-        "(lambda: [0])()",
-        "open('/etc/passwd')",
-        "[True]",
-        "['0']",
-        "[0.0]",
-        "[0, 0]",
-        "[-1]",
-        "[]",
-        "list()",
-        "range()",
-        "range(0)",
-        "list(range(0, 4, 0))",
-        "list(range(0,",
-        "",
-        "0",
-        "0; 1",
-        "(" * 400 + "[0]" + ")" * 400,
-        "[0]" + " + [0]" * 100_000,
-        "\x00",
-        [True],
-        [0, "1"],
-        {"0": 1},
-        3,
-        4.0,
+        "__import__('os').system('touch /tmp/owned')", "open('/etc/passwd')", "(lambda: [0])()", "[0] * 1000000000",
+        "[i for i in range(4)]", "list(map(int, '01'))", "list(range(*[0, 4]))", "list(range(stop=4))", "list(range(0,",
+        "list(range(0, 4, 0))", "list(range(0, 10**9))", "list(range(0, 1000000000000))", "range()", "range(0)",
+        "[0]" + " + [0]" * 100_000, "(" * 400 + "[0]" + ")" * 400, "[True]", "['0']", "[0.0]", "[0, 0]", "[-1]", "[]",
+        "list()", "", "0", "0; 1", "\x00", [True], [0, "1"], {"0": 1}, 3, 4.0,
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_refused_without_being_run(text):
     with pytest.raises(ValueError, match=r"devic|expression|range"):
         parse_device_mapping(text)

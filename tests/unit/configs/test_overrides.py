@@ -30,49 +30,11 @@ def read(*words: str) -> dict[str, Any]:
 
 
 SAME = [
-    r'["\n"]',
-    r'"a\tb\u00e9"',
-    r"'\n'",
-    r"\n",
-    r"[\n]",
-    "'it''s'",
-    "null",
-    "~",
-    "Null",
-    '"null"',
-    "true",
-    "True",
-    "yes",
-    "off",
-    "1e-4",
-    "1E3",
-    "-3",
-    "+3",
-    ".5",
-    "5.",
-    "0x1f",
-    "1_000",
-    ".inf",
-    "größe",
-    "😀",
-    "[größe, '</s>']",
-    "a=b=c",
-    "<|im_end|>",
-    "[<|im_end|>]",
-    "x:y",
-    "a,b",
-    "list(range(0,2))",
-    "{a: 1, b: [x, {c: null}]}",
-    '{"x.y": 1}',
-    "[]",
-    "{}",
-    "[1,]",
-    "  padded  ",
-    "https://h:8/v1",
-    "C:/x",
-    "5%",
-    "int(3.7)",
-]
+    *(r'["\n"]', r'"a\tb\u00e9"', r"'\n'", r"\n", r"[\n]", "'it''s'", "null", "~", "Null", '"null"', "true"),
+    *("True", "yes", "off", "1e-4", "1E3", "-3", "+3", ".5", "5.", "0x1f", "1_000", ".inf", "größe", "😀", "a=b=c"),
+    *("[größe, '</s>']", "<|im_end|>", "[<|im_end|>]", "x:y", "a,b", "list(range(0,2))", '{"x.y": 1}', "[]", "{}"),
+    *("{a: 1, b: [x, {c: null}]}", "[1,]", "  padded  ", "https://h:8/v1", "C:/x", "5%", "int(3.7)"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", SAME)
@@ -90,39 +52,14 @@ def test_links_need_no_quotes_in_collections_and_colons_no_space():
     assert math.isnan(read("a=.nan")["a"])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "[a, None]",
-        "{b: None}",
-        "",
-        " ",
-        "a #b",
-        "#b",
-        "b: c",
-        '"x',
-        "[a",
-        "{a: b: c}",
-        "@x",
-        "%x",
-        "`x`",
-        "*x",
-        "!x y",
-        "&x",
-        "=",
-        "{{ x }}",
-        "{% if x %}",
-        "one\ntwo",
-        '"one\ntwo"',
-        "|",
-        ">-",
-        "- x",
-        "a: ",
-        "[" * 3000,
-        "\udcff",
-        "1" * 5000,
-    ],
-)
+OTHERWISE = [
+    *("[a, None]", "{b: None}", "", " ", "a #b", "#b", "b: c", '"x', "[a", "{a: b: c}", "@x", "%x", "`x`", "*x"),
+    *("!x y", "&x", "=", "{{ x }}", "{% if x %}", "one\ntwo", '"one\ntwo"', "|", ">-", "- x", "a: ", "[" * 3000),
+    *("\udcff", "1" * 5000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OTHERWISE)
 def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_way_to_write_it(value):
     overrides, (problem,) = parse_overrides([f"some.key={value}"])
     assert not overrides and problem.path == "some.key" and problem.got == value and "some.key=" in problem.hint
@@ -132,28 +69,14 @@ def test_a_value_that_yaml_would_read_otherwise_or_not_at_all_is_refused_with_a_
         assert shlex.split(command) == [word] and read(word) == {"some.key": value}
 
 
-def test_pythons_none_is_answered_with_null():
-    overrides, (problem,) = parse_overrides(["some.key=None"])
-    assert not overrides and problem.hint == "write some.key=null"
-
-
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("a@b=1", "a.b=1"),
-        ("a.b[0]=1", "a.b=[…]"),
-        ("~a=1", "takes no value"),
-        ("a..b=1", "is not a key"),
-        (".a=1", "is not a key"),
-        ("=1", "is not a key"),
-        ("a b=1", "is not a key"),
-        ('a."x.y"=1', "the mapping"),
-        ("a", "key=value"),
-        ("a/b=1", "is not a key"),
-        ("@a=1", "is not a key"),
-        ("a:b=1", "is not a key"),
+        ("a@b=1", "a.b=1"), ("a.b[0]=1", "a.b=[…]"), ("~a=1", "takes no value"), ("a..b=1", "is not a key"),
+        (".a=1", "is not a key"), ("=1", "is not a key"), ("a b=1", "is not a key"), ('a."x.y"=1', "the mapping"),
+        ("a", "key=value"), ("a/b=1", "is not a key"), ("@a=1", "is not a key"), ("a:b=1", "is not a key"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_key_is_refused(word, hint):
     overrides, (problem,) = parse_overrides([word])
     assert not overrides and problem.path == word and hint in problem.hint
@@ -197,11 +120,9 @@ def test_every_pair_of_engines_is_valid_with_the_demonstrations(name, trainer, g
 
 def test_options_of_a_replaced_engine_go_and_those_of_the_same_engine_stay():
     base = "rlvr_math_qwen2.5_0.5b"  # Megatron and vLLM
-    before = composed(name=base)
-    same = composed("train=megatron", "infer=vllm", name=base)
-    assert {role: same[role]["strategy_args"] for role in ("actor_train", "reference", "actor_infer")} == {
-        role: before[role]["strategy_args"] for role in ("actor_train", "reference", "actor_infer")
-    }
+    before, same = composed(name=base), composed("train=megatron", "infer=vllm", name=base)
+    for role in ("actor_train", "reference", "actor_infer"):
+        assert same[role]["strategy_args"] == before[role]["strategy_args"]
     other = composed("train=fsdp2", name=base)
     assert other["actor_train"]["strategy_args"]["strategy_config"] == {"fsdp_size": -1}
     assert other["reference"]["strategy_args"]["strategy_name"] == "fsdp2_infer"
@@ -209,16 +130,17 @@ def test_options_of_a_replaced_engine_go_and_those_of_the_same_engine_stay():
 
 
 def test_a_role_that_the_configuration_lacks_stays_away_and_overrides_and_presets_come_after():
-    values = composed("actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2", "train=megatron")
-    assert values["actor_train"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 2}
-    assert "critic" not in values and "reference" not in values
-    link = "actor_train.strategy_args.strategy_config=${deepspeed_zero3_cpuoffload}"
-    zero = composed("train=deepspeed", link)["actor_train"]["strategy_args"]["strategy_config"]["zero_optimization"]
+    def options(*overrides: str) -> dict[str, Any]:
+        values = composed(*overrides)
+        assert "critic" not in values and "reference" not in values
+        found: dict[str, Any] = values["actor_train"]["strategy_args"]["strategy_config"]
+        return found
+
+    key = "actor_train.strategy_args.strategy_config"
+    assert options(f"{key}.tensor_model_parallel_size=2", "train=megatron") == {"tensor_model_parallel_size": 2}
+    zero = options("train=deepspeed", f"{key}=${{deepspeed_zero3_cpuoffload}}")["zero_optimization"]
     assert (zero["stage"], zero["offload_param"]) == (3, {"device": "cpu"})
-    assert (
-        composed("train=deepspeed")["actor_train"]["strategy_args"]["strategy_config"]["zero_optimization"]["stage"]
-        == 2
-    )
+    assert options("train=deepspeed")["zero_optimization"]["stage"] == 2
 
 
 def test_a_folder_of_ones_own_has_the_shipped_groups_and_its_own(tmp_path):
@@ -250,10 +172,8 @@ def test_the_lines_for_a_machine_without_a_gpu_work_as_they_stand(tmp_path):
     lines = [line.removeprefix("# ") for line in f"# defaults:{commented}".splitlines()]
     (tmp_path / "mine.yaml").write_text("\n".join(lines) + "\npretrain: org/model\n")
     config = load_config(RLVRConfig, "mine", tmp_path, (), CHECKS[RLVRConfig])
-    assert {role: worker.model_args.dtype for role, worker in config.roles.items()} == {
-        "actor_train": "fp32",
-        "actor_infer": "fp32",
-    }
+    types = {role: worker.model_args.dtype for role, worker in config.roles.items()}
+    assert types == {"actor_train": "fp32", "actor_infer": "fp32"}
     assert config.samples_per_step == config.actor_train.global_train_batch_size
     assert config.num_devices == 2 and config.rewards.keys() == {"mine"}
 
@@ -341,14 +261,11 @@ def test_all_problems_of_a_users_own_receiver_are_found_at_once_as_far_as_it_say
             raise ValueError("size: at most 3")
 
     @takes(check=check)
-    def make(
-        folder: Path, size: int = 1, *, names: list[str] | None = None, share: float = 0.5, loose=None, must
-    ) -> None:  # type: ignore[no-untyped-def]
+    def make(folder, size: int = 1, *, names: list[str] | None = None, share: float = 0.5, loose=None, must) -> None:  # type: ignore[no-untyped-def]
         """Makes something."""
 
-    problems = argument_problems(
-        make, {"size": 1.5, "names": [3], "share": 1, "loose": {"any": [1]}, "more": 1}, given=1
-    )
+    given = {"size": 1.5, "names": [3], "share": 1, "loose": {"any": [1]}, "more": 1}
+    problems = argument_problems(make, given, given=1)
     assert [problem.path for problem in problems] == ["size", "names", "more", "must"]
     (problem,) = argument_problems(make, {"size": 9, "must": None}, given=1)
     assert problem.hint == "size: at most 3"
@@ -357,18 +274,15 @@ def test_all_problems_of_a_users_own_receiver_are_found_at_once_as_far_as_it_say
     assert [problem.path for problem in plain_problems(nested)] == ["a.1.b", "a.1.c", "d"]
 
 
-@pytest.mark.parametrize("key", ["actor_train.data_args.system_prompt", "tokenizer_path", "tools"])
-def test_the_word_none_is_not_taken_for_text(tmp_path, key):
-    *above, last = key.split(".")
-    text = "defaults: [rlvr_math, _self_]\n" + "".join(f"{'  ' * n}{part}:\n" for n, part in enumerate(above))
-    (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(above)}{last}: None\n")
-    schema: Any = import_path(PROGRAMS["rlvr"].schema)
+def test_the_words_none_and_null_are_answered_with_what_they_stand_for(tmp_path):
+    _, (problem,) = parse_overrides(["some.key=None"])
+    assert problem.hint == "write some.key=null"
+    none = "tokenizer_path: None\ntools: None\nactor_train: {data_args: {system_prompt: None}}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [rlvr_math, _self_]\n{none}")
     with pytest.raises(ConfigErrors) as caught:
-        load_config(schema, "mine", tmp_path, (), CHECKS[schema])
-    assert key in {problem.path for problem in caught.value.problems}
-
-
-def test_null_in_place_of_a_section_is_answered_with_what_leaving_it_out_means():
+        load_config(RLVRConfig, "mine", tmp_path, (), CHECKS[RLVRConfig])
+    told = {problem.path for problem in caught.value.problems}
+    assert told >= {"tokenizer_path", "tools", "actor_train.data_args.system_prompt"}
     schema: Any = import_path(PROGRAMS["agentic"].schema)
     with pytest.raises(ConfigErrors) as caught:
         load_config(schema, "agentic_sokoban", SHIPPED, ["train_env_manager.query_filter_config=null"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from roll.__main__ import main
-from roll.__main__ import main as roll
 from roll.configs.agent import AgentConfig, AgentSandboxConfig
 from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
@@ -146,22 +145,21 @@ WRONG = [
      "at most response_length = 50"),
     (["validation.generating_args.max_new_tokens=51"], "validation.generating_args.max_new_tokens",
      "at most response_length = 50"),
-    (
-        ["actor_train.training_args.per_device_train_batch_size=5"],
-        "actor_train.training_args.gradient_accumulation_steps",
-        "the global batch (5 per device × 4 accumulated × 2 data-parallel = 40) to divide rollout_batch_size = 16 × "
-        "num_return_sequences_in_group = 4 = 64 samples",
-    ),
+    (["actor_train.training_args.per_device_train_batch_size=5"],
+     "actor_train.training_args.gradient_accumulation_steps",
+     "the global batch (5 per device × 4 accumulated × 2 data-parallel = 40) to divide rollout_batch_size = 16 × "
+     "num_return_sequences_in_group = 4 = 64 samples"),
     (["num_return_sequences_in_groups=2"], "num_return_sequences_in_groups", "num_return_sequences_in_group"),
     (["sequence_length=149"], "sequence_length", "expected at least 150"),
+    (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
+    (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "key", "message"), WRONG, ids=[" ".join(entry[0])[:60] for entry in WRONG])
 def test_what_is_wrong_is_told_with_its_key(problems, overrides, key, message):
     found = problems(*overrides)
-    assert list(found) == [key]
-    assert message in found[key]
+    assert list(found) == [key] and message in found[key]
 
 
 def test_all_mistakes_are_told_at_once_and_none_hides_another(problems):
@@ -221,37 +219,32 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
     ]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "told"),
-    [
-        (["agent={}"], "agent.command", "a value, since type is process"),
-        (["agent={command: [echo], url: 'http://x'}"], "agent.url", "no such key with type process"),
-        (["agent={type: url, url: 'localhost:1'}"], "agent.url", "begins with http:// or https://"),
-        (["agent={type: python, path: 'json:loads', cwd: /tmp}"], "agent.cwd", "which starts no command"),
-        (["agent={type: python, path: 'nowhere.at_all:f'}"], "agent.path", "there is no nowhere.at_all"),
-        (["agent={type: python, path: 'no/such.py:f'}"], "agent.path", "there is no no/such.py"),
-        (["agent={type: python, path: 'no path'}"], "agent.path", "package.module:attribute"),
-        (["agent={command: [echo], dialect: hermez}"], "agent.dialect", "a tool dialect"),
-        (["agent={type: url, url: 'http://x', sandbox: {}}"], "agent.sandbox", "which starts no command"),
-        (["agent={command: [echo], reward: verify}"], "agent.verify", "a command that writes the reward"),
-        (["agent={command: [echo], verify: [judge]}"], "agent.verify", "no such key with reward task"),
-        (["agent={type: url, url: 'http://x', reward: verify}"], "agent.reward", "verify judges the folder"),
-        (["agent={command: [echo], cwd: /tmp, sandbox: {}}"], "agent.cwd", "null with sandbox"),
-        (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "an existing folder"),
-        (["agent={command: [echo], template: /no/where}"], "agent.template", "an existing folder"),
-        (
-            ["agent={command: [echo], sandbox: {readable: [/no/where]}}"],
-            "agent.sandbox.readable.0",
-            "an existing file or folder",
-        ),
-        (["agent={command: [echo], sandbox: {memory_mb: 1}}"], "agent.sandbox.memory_mb", "64"),
-        (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
-        (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
-    ],
-)
-def test_agent_programs_that_cannot_be_run_are_refused(problems, overrides, key, told):
-    found = problems(*overrides)
-    assert found.keys() == {key} and told in found[key]
+AGENTS = [
+    # the section; the key that is told of; words of the message
+    ("{}", "command", "a value, since type is process"),
+    ("{command: [echo], url: 'http://x'}", "url", "no such key with type process"),
+    ("{type: url, url: 'localhost:1'}", "url", "begins with http:// or https://"),
+    ("{type: python, path: 'json:loads', cwd: /tmp}", "cwd", "which starts no command"),
+    ("{type: python, path: 'nowhere.at_all:f'}", "path", "there is no nowhere.at_all"),
+    ("{type: python, path: 'no/such.py:f'}", "path", "there is no no/such.py"),
+    ("{type: python, path: 'no path'}", "path", "package.module:attribute"),
+    ("{command: [echo], dialect: hermez}", "dialect", "a tool dialect"),
+    ("{type: url, url: 'http://x', sandbox: {}}", "sandbox", "which starts no command"),
+    ("{command: [echo], reward: verify}", "verify", "a command that writes the reward"),
+    ("{command: [echo], verify: [judge]}", "verify", "no such key with reward task"),
+    ("{type: url, url: 'http://x', reward: verify}", "reward", "verify judges the folder"),
+    ("{command: [echo], cwd: /tmp, sandbox: {}}", "cwd", "null with sandbox"),
+    ("{command: [echo], cwd: /no/where}", "cwd", "an existing folder"),
+    ("{command: [echo], template: /no/where}", "template", "an existing folder"),
+    ("{command: [echo], sandbox: {readable: [/no/where]}}", "sandbox.readable.0", "an existing file or folder"),
+    ("{command: [echo], sandbox: {memory_mb: 1}}", "sandbox.memory_mb", "64"),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "told"), AGENTS)
+def test_agent_programs_that_cannot_be_run_are_refused(problems, section, key, told):
+    found = problems(f"agent={section}")
+    assert found.keys() == {f"agent.{key}"} and told in found[f"agent.{key}"]
 
 
 def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once(load, problems):
@@ -308,14 +301,8 @@ def test_pairs_of_a_rollout_are_counted_as_pairs(load):
 
 
 def test_what_pairs_cannot_do_is_told_at_once(problems):
-    found = problems(
-        "online_dpo={}",
-        "num_return_sequences_in_group=1",
-        "actor_train.training_args.gradient_accumulation_steps=1",
-        "use_kl_loss=true",
-        "kl_loss_coef=0.1",
-        "tools={use: {calculator: {tool: calculator}}}",
-    )
+    kl, tools = ("use_kl_loss=true", "kl_loss_coef=0.1"), "tools={use: {calculator: {tool: calculator}}}"
+    found = problems("online_dpo={}", "num_return_sequences_in_group=1", ONLINE[-1], *kl, tools)
     assert problems(*ONLINE, "online_dpo={preference_loss: kto}").keys() == {"online_dpo.preference_loss"}
     wrong = {"num_return_sequences_in_group", "use_kl_loss", "kl_loss_coef", "tools"}
     assert wrong | {"adv_estimator", "reference"} <= found.keys()
@@ -363,18 +350,17 @@ def test_what_the_document_shows_is_valid_in_an_empty_folder(tmp_path, monkeypat
     (tmp_path / "my_tools.py").write_text(functions)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert [roll(["validate", name]) for name in ("./agent.yaml", "./mine.yaml")] == [0, 0]
+    assert [main(["validate", name]) for name in ("./agent.yaml", "./mine.yaml")] == [0, 0]
 
 
 def test_wrong_tools_are_told_at_once():
-    found = problems_of(
-        "rlvr_tools",
-        "tools.dialect=hermess",
-        "tools.use.calculator.tool=calculater",
-        "tools.use.calculator.tags=[prodcts]",
-        "+tools.use.two.words={tool: calculator}",
-        "+tools.use.find.tool=search",
+    wrong = (
+        "calculator.tool=calculater",
+        "calculator.tags=[prodcts]",
+        "two.words={tool: calculator}",
+        "find.tool=search",
     )
+    found = problems_of("rlvr_tools", "tools.dialect=hermess", *(f"+tools.use.{word}" for word in wrong))
     assert "Did you mean 'hermes'?" in found["tools.dialect"]
     assert "Did you mean 'calculator'?" in found["tools.use.calculator.tool"]
     assert "did you mean products?" in found["tools.use.calculator.tags"]
@@ -389,28 +375,18 @@ def test_a_tool_has_a_name_that_dialects_can_write_and_its_environment_keeps_the
     assert list(found) == ["tools.use.calculator.tags"]
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "expected"),
-    [
-        ("profiler.roles=[actor_train,nobody]", "profiler.roles", "actor_train"),
-        ("profiler.ranks=[0,64]", "profiler.ranks", "ranks below"),
-        ("profiler.steps=[1,100000]", "profiler.steps", "at most"),
-        ("profiler.steps=[0]", "profiler.steps", "at least 1"),
-        ("profiler.steps=[2,2]", "profiler.steps", "each once"),
-        ("profiler.nsight={output: here}", "profiler.nsight", "without o"),
-        ("profiler.peak_tflops=0", "profiler.peak_tflops", "more than 0"),
-    ],
-)
-def test_what_is_not_there_cannot_be_recorded(change, path, expected, capsys):
-    assert main(["validate", "rlvr_math", change]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"1. {path} got" in said and expected in said
-
-
-def test_nsight_needs_nsys_before_anything_starts(monkeypatch, capsys, tmp_path):
+def test_what_is_not_there_cannot_be_recorded(problems, monkeypatch, capsys, tmp_path):
+    wrong = {
+        "roles=[actor_train,nobody]": "actor_train", "ranks=[0,64]": "ranks below", "steps=[1,100000]": "at most",
+        "steps=[0]": "at least 1", "steps=[2,2]": "each once", "nsight={output: here}": "without o",
+        "peak_tflops=0": "more than 0",
+    }  # fmt: skip
+    for change, expected in wrong.items():
+        ((path, said),) = problems(f"profiler.{change}").items()
+        assert path.partition(".")[2].startswith(change.partition("=")[0]) and expected in said
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert main(["train", "rlvr_math", "profiler.nsight={}"]) == 2
+    assert main(["train", "rlvr_math", "profiler.nsight={}"]) == 2, "before anything starts"
     assert "nsys (Nsight Systems)" in capsys.readouterr().err
 
 
@@ -421,24 +397,14 @@ def test_ranks_by_role():
 
 
 ROLE = {"strategy_args": {"strategy_name": "hf_infer"}}
+DATA, FSDP2 = {"file_name": "train.jsonl", "prompt": "q", "response": "a"}, {"strategy_name": "fsdp2_train"}
+BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+DISTILL = {"pretrain": "org/student", "actor_train": {"data_args": DATA, "strategy_args": FSDP2}}
 RLVR = {
-    "pretrain": "org/student",
-    "adv_estimator": "grpo",
-    "rollout_batch_size": 8,
+    "pretrain": "org/student", "adv_estimator": "grpo", "rollout_batch_size": 8,
     "rewards": {"maths": {"tag_included": ["maths"], "verifiers": [{"name": "gsm8k"}]}},
-    "actor_train": {
-        "training_args": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-        "data_args": {"file_name": "train.jsonl", "prompt": "q"},
-        "strategy_args": {"strategy_name": "fsdp2_train"},
-    },
-}
-DISTILL = {
-    "pretrain": "org/student",
-    "actor_train": {
-        "data_args": {"file_name": "train.jsonl", "prompt": "q", "response": "a"},
-        "strategy_args": {"strategy_name": "fsdp2_train"},
-    },
-}
+    "actor_train": DISTILL["actor_train"] | {"training_args": BATCH},
+}  # fmt: skip
 VLLM, SGLANG = ({"strategy_args": {"strategy_name": name}} for name in ("vllm", "sglang"))
 TAUGHT = {"teacher": ROLE, "teacher_pretrain": "org/teacher"}
 MATHS, CODE = (ROLE | {"pretrain": f"org/{tag}", "tag_included": [tag]} for tag in ("maths", "code"))

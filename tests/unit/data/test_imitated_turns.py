@@ -15,21 +15,10 @@ from roll.data.prompt_rows import read_messages
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.template_check import LeftOut
 from roll.data.templates import ChatTemplate
-from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
+from tests.support.chat_families import ADD_CALL, ADD_RESULT, ADD_TOOL, FAMILIES, MARKS, family_tokenizer
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
-CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 SYSTEM = {"role": "system", "content": "Be brief."}
-RESULT = {"role": "tool", "content": "2", "tool_call_id": "call00000", "name": "add"}
+TOOLS, CALL, RESULT = [ADD_TOOL], ADD_CALL, ADD_RESULT
 
 
 def asks(text: str) -> Message:

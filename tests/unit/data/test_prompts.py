@@ -142,21 +142,16 @@ def test_rows_as_verl_writes_them(tmp_path):
     ]
     path = tmp_path / "train.parquet"
     parquet.write_table(pa.Table.from_pylist(rows), path)
-    prompts = load(path, messages="prompt", response="reward_model.ground_truth", tag="data_source")
+    columns = {"response": "reward_model.ground_truth", "tag": "data_source"}
+    prompts = load(path, messages="prompt", **columns)
     assert [p.ground_truth for p in prompts] == ["1", "2", "3"]
     assert prompts[2].messages == ({"role": "user", "content": "2+1="},)
     assert prompts[2].tag == "openai/gsm8k" and prompts[2].id == f"{path}:3"
-    assert prompts[2].extra_info == {
-        "ability": "math",
-        "reward_model": rows[2]["reward_model"],
-        "index": 2,
-        "split": "train",
-    }
-    by_index = load(
-        path, messages="prompt", response="reward_model.ground_truth", tag="data_source", id="extra_info.index"
-    )
+    others = {"ability": "math", "reward_model": rows[2]["reward_model"]}
+    assert prompts[2].extra_info == others | {"index": 2, "split": "train"}
+    by_index = load(path, messages="prompt", id="extra_info.index", **columns)
     assert [p.id for p in by_index] == ["0", "1", "2"]
-    named = load(path, response="reward_model.ground_truth", tag="data_source", id="extra_info.index")
+    named = load(path, id="extra_info.index", **columns)
     assert [p.messages for p in named] == [p.messages for p in by_index]
 
 
@@ -196,9 +191,9 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         ({"m": [{"role": "user"}]}, {"messages": "m"}, "m[0]: no content, got 'role'"),
         ({"m": [{"role": ["user"], "content": "x"}]}, {"messages": "m"}, "m[0].role: ['user'], expected one of"),
         (
-            {"m": [{"role": "user", "content": [{"type": "text"}]}]},
+            {"m": [{**USER[0], "content": [{"type": "text"}]}]},
             {"messages": "m"},
-            "m[0].content[0].text: null, expected text",
+            "m[0].content[0].text: null, expected",
         ),
         (
             {"m": [*USER, {"role": "user", "content": ""}]},
@@ -206,11 +201,7 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
             "m[1].content: empty, expected a question",
         ),
         ({"m": LAST_WORD}, {"messages": "m"}, "m[1]: the last message is the assistant's, expected the user's"),
-        (
-            {"m": [{**USER[0], "tool_calls": [1]}]},
-            {"messages": "m"},
-            "m[0].tool_calls[0]: 1, expected an object with function",
-        ),
+        ({"m": [{**USER[0], "tool_calls": [1]}]}, {"messages": "m"}, "m[0].tool_calls[0]: 1, expected an object with"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path, row, args, reason):
@@ -548,12 +539,8 @@ def test_without_shuffling_the_order_is_that_of_the_dataset():
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    dataset = prompts(a=30)
-    orders = {
-        tuple(ids(PromptSampler(dataset, seed), range(epoch * 30, epoch * 30 + 30)))
-        for seed in range(5)
-        for epoch in range(5)
-    }
+    samplers = [PromptSampler(prompts(a=30), seed) for seed in range(5)]
+    orders = {tuple(ids(sampler, range(start, start + 30))) for sampler in samplers for start in range(0, 150, 30)}
     assert len(orders) == 25
 
 
@@ -569,28 +556,12 @@ def test_positions_of_a_prompt_are_spread_over_the_epochs_and_domains_have_their
         assert all(abs(drawn[tag] - 10_000 * share) < 200 for tag, share in SHARES.items())
 
 
-def test_the_order_of_the_shares_in_the_file_does_not_matter():
-    dataset = prompts(a=4, b=4, c=4)
-    turned = dict(reversed(SHARES.items()))
-    assert ids(PromptSampler(dataset, 1, True, SHARES), range(50)) == ids(
-        PromptSampler(dataset, 1, True, turned), range(50)
-    )
-
-
 def test_the_order_stays_the_same_between_versions():
     """A checkpoint's position means the same prompts tomorrow."""
     dataset = prompts(a=4, b=2)
     assert ids(PromptSampler(dataset, 42), range(8)) == ["a1", "a0", "b0", "b1", "a2", "a3", "a1", "a3"]
-    assert ids(PromptSampler(dataset, 42, True, {"a": 0.25, "b": 0.75}), range(8)) == [
-        "a2",
-        "a0",
-        "b0",
-        "b1",
-        "b0",
-        "b1",
-        "b1",
-        "b0",
-    ]
+    for shares in ({"a": 0.25, "b": 0.75}, {"b": 0.75, "a": 0.25}):  # nor does the order of a file's keys matter
+        assert " ".join(ids(PromptSampler(dataset, 42, True, shares), range(8))) == "a2 a0 b0 b1 b0 b1 b1 b0"
 
 
 def test_tags_may_share_a_domain():
@@ -603,12 +574,6 @@ def test_tags_may_share_a_domain():
     assert {frozenset(maths[start : start + 4]) for start in range(0, 400, 4)} == {
         frozenset({"gsm8k0", "gsm8k1", "aime0", "aime1"})
     }
-
-
-def test_a_far_position_is_reached_directly():
-    sampler = PromptSampler(prompts(a=3, b=4), 0)
-    assert sampler[10**15].id in {"a0", "a1", "a2", "b0", "b1", "b2", "b3"}
-    assert sampler.epoch_of(10**15) == 10**15 // 7
 
 
 @pytest.mark.parametrize(
@@ -626,11 +591,14 @@ def test_wrong_shares_are_named(shares, message):
         PromptSampler(prompts(a=1, b=2), 0, True, shares)
 
 
-def test_no_prompts_and_no_draw_before_the_first():
+def test_a_far_position_is_reached_directly_and_there_is_none_before_the_first_or_of_no_prompts():
+    sampler = PromptSampler(prompts(a=3, b=4), 0)
+    assert sampler[10**15].id in {"a0", "a1", "a2", "b0", "b1", "b2", "b3"}
+    assert sampler.epoch_of(10**15) == 10**15 // 7
     with pytest.raises(ValueError, match="no prompts"):
         PromptSampler([], 0)
     with pytest.raises(IndexError, match="draw -1"):
-        PromptSampler(prompts(a=1), 0)[-1]
+        sampler[-1]
 
 
 def test_an_episodes_question_is_the_whole_conversation(tmp_path):

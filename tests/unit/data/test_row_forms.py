@@ -66,153 +66,121 @@ class Form(NamedTuple):
     tools: Any = None
 
 
-def talk(name: str, messages: Any, **more: Any) -> Form:
+def talk(name: str, messages: Any, same: Sequence[Row] = PLAIN, **more: Any) -> Form:
     """A row with nothing but its messages."""
-    return Form(name, {"m": messages}, **more)
+    return Form(name, {"m": messages}, same=same, **more)
 
+
+def uses(name: str, messages: Sequence[Row], **more: Any) -> Form:
+    """A row that is read as ``USES``."""
+    return talk(name, messages, USES, learned=BOTH, **more)
+
+
+def told(name: str, keys: Mapping[str, str] = {}, **columns: Any) -> Form:
+    """A row of ``USES`` with ``TOOLS``."""
+    return Form(name, {"m": USES, **columns}, {**M, **keys}, USES, BOTH, TOOLS)
+
+
+def answers(name: str, first: Row, second: Row, *learned: int, **of_user: Any) -> Form:
+    """A row that is read as ``TWO``."""
+    return talk(name, [user(**of_user), first, TWO[2], second], TWO, learned=learned)
+
+
+def text(words: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+    return {"type": kind, "text": words, **more}
+
+
+def shared(speaker: str, words: str) -> dict[str, str]:
+    """A message of ShareGPT."""
+    return {"from": speaker, "value": words}
+
+
+HUMAN, GPT = shared("human", "1+1?"), shared("gpt", "2")
+ADDS = shared("function_call", '{"name": "add", "arguments": {"a": 1}}')
+THOUGHT = {"type": "thinking", "thinking": "one and one"}
+OLDER_CALL = says(None, function_call={"name": "add", "arguments": '{"a": 1}'})
+WITHOUT_ARGUMENTS = says("", tool_calls=[{"function": {"name": "add", "arguments": ""}}])
 
 ACCEPTED = [
     talk("openai", PLAIN),
-    talk("system", [SYSTEM, *PLAIN], same=[SYSTEM, *PLAIN], learned=[2]),
+    talk("system", [SYSTEM, *PLAIN], [SYSTEM, *PLAIN], learned=[2]),
     talk("capitals", [{**user(), "role": "User"}, {**says(), "role": "ASSISTANT"}]),
-    talk("developer", [{**SYSTEM, "role": "developer"}, *PLAIN], same=[SYSTEM, *PLAIN], learned=[2]),
+    talk("developer", [{**SYSTEM, "role": "developer"}, *PLAIN], [SYSTEM, *PLAIN], learned=[2]),
     talk("json text", json.dumps(PLAIN)),
-    talk("several turns", TWO, same=TWO, learned=BOTH),
-    talk("assistant first", [says("Hi."), *PLAIN], same=[says("Hi."), *PLAIN], learned=[0, 2]),
-    talk("assistant alone", [says()], same=[says()], learned=[0]),
-    talk("sharegpt", [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]),
+    talk("several turns", TWO, TWO, learned=BOTH),
+    talk("assistant first", [says("Hi."), *PLAIN], [says("Hi."), *PLAIN], learned=[0, 2]),
+    talk("assistant alone", [says()], [says()], learned=[0]),
+    talk("sharegpt", [HUMAN, GPT]),
     talk(
         "sharegpt system",
-        [
-            {"from": "system", "value": "Be brief."},
-            {"from": "user", "value": "1+1?"},
-            {"from": "chatgpt", "value": "2"},
-        ],
-        same=[SYSTEM, *PLAIN],
+        [shared("system", "Be brief."), shared("user", "1+1?"), shared("chatgpt", "2")],
+        [SYSTEM, *PLAIN],
         learned=[2],
     ),
-    talk(
-        "sharegpt tools",
-        [
-            {"from": "human", "value": "1+1?"},
-            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
-            {"from": "observation", "value": "2"},
-            {"from": "gpt", "value": "two"},
-        ],
-        same=USES,
-        learned=BOTH,
-    ),
+    uses("sharegpt tools", [HUMAN, ADDS, shared("observation", "2"), shared("gpt", "two")]),
     talk("roles of sharegpt", [{"role": "human", "content": "1+1?"}, {"role": "model", "content": "2"}]),
-    talk("from beside null role", [{"role": None, "from": "human", "value": "1+1?"}, says()]),
-    talk(
-        "text parts",
-        [user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]), says([{"type": "text", "text": "2"}])],
-    ),
+    talk("from beside null role", [{"role": None, **HUMAN}, says()]),
+    talk("text parts", [user([text("1+"), text("1?")]), says([text("2")])]),
     talk("parts as strings", [user(["1+", "1?"]), says()]),
-    talk(
-        "responses parts",
-        [user([{"type": "input_text", "text": "1+1?"}]), says([{"type": "output_text", "text": "2"}])],
-    ),
-    talk("parts with nulls", [user([{"type": "text", "text": "1+1?", "image_url": None}]), says()]),
-    talk(
-        "thinking part",
-        [user(), says([{"type": "thinking", "thinking": "one and one"}, {"type": "text", "text": "2"}])],
-        same=THINKS,
-    ),
-    talk("reasoning_content", THINKS, same=THINKS),
-    talk("reasoning", [user(), says(reasoning="one and one")], same=THINKS),
-    talk("thinking", [user(), says(thinking="one and one")], same=THINKS),
+    talk("responses parts", [user([text("1+1?", "input_text")]), says([text("2", "output_text")])]),
+    talk("parts with nulls", [user([text("1+1?", image_url=None)]), says()]),
+    talk("thinking part", [user(), says([THOUGHT, text("2")])], THINKS),
+    talk("reasoning_content", THINKS, THINKS),
+    talk("reasoning", [user(), says(reasoning="one and one")], THINKS),
+    talk("thinking", [user(), says(thinking="one and one")], THINKS),
     talk("null reasoning", [user(), says(reasoning_content=None, thinking="")]),
-    talk("inline reasoning", [user(), says("<think>\none and one\n</think>\n\n2")], same=THINKS),
-    talk("tool calls", USES, same=USES, learned=BOTH),
-    talk("null content", [user(), says(None, tool_calls=[called()]), *USES[2:]], same=USES, learned=BOTH),
-    talk("no content", [user(), {"role": "assistant", "tool_calls": [called()]}, *USES[2:]], same=USES, learned=BOTH),
-    talk("arguments as text", [user(), says("", tool_calls=[called('{"a": 1}')]), *USES[2:]], same=USES, learned=BOTH),
-    talk(
-        "no arguments",
-        [user(), says("", tool_calls=[{"function": {"name": "add", "arguments": ""}}])],
-        same=[user(), says("", tool_calls=[called({})])],
-    ),
-    talk(
-        "bare calls",
-        [user(), says("", tool_calls=[{"name": "add", "arguments": {"a": 1}}]), *USES[2:]],
-        same=USES,
-        learned=BOTH,
-    ),
-    talk("calls as text", [user(), says("", tool_calls=json.dumps([called()])), *USES[2:]], same=USES, learned=BOTH),
-    talk(
-        "function_call",
-        [
-            user(),
-            says(None, function_call={"name": "add", "arguments": '{"a": 1}'}),
-            {"role": "function", "name": "add", "content": "2"},
-            says("two"),
-        ],
-        same=USES,
-        learned=BOTH,
-    ),
+    talk("inline reasoning", [user(), says("<think>\none and one\n</think>\n\n2")], THINKS),
+    uses("tool calls", USES),
+    uses("null content", [user(), says(None, tool_calls=[called()]), *USES[2:]]),
+    uses("no content", [user(), {"role": "assistant", "tool_calls": [called()]}, *USES[2:]]),
+    uses("arguments as text", [user(), says("", tool_calls=[called('{"a": 1}')]), *USES[2:]]),
+    talk("no arguments", [user(), WITHOUT_ARGUMENTS], [user(), says("", tool_calls=[called({})])]),
+    uses("bare calls", [user(), says("", tool_calls=[{"name": "add", "arguments": {"a": 1}}]), *USES[2:]]),
+    uses("calls as text", [user(), says("", tool_calls=json.dumps([called()])), *USES[2:]]),
+    uses("function_call", [user(), OLDER_CALL, {"role": "function", "name": "add", "content": "2"}, says("two")]),
     talk("null function_call", [user(), says(function_call=None)]),
     talk("empty tool_calls", [user(), says(tool_calls=[])]),
     talk("null tool_calls", [user(tool_calls=None), says(tool_calls=None)]),
-    talk("last says by calls", USES[:2], same=USES[:2]),
-    talk(
-        "numbered call",
-        [user(), says("", tool_calls=[called(id=7, index=0)]), result(tool_call_id=7), says("two")],
-        same=USES,
-        learned=BOTH,
-    ),
-    Form("tools", {"m": USES, "tools": TOOLS}, same=USES, learned=BOTH, tools=TOOLS),
-    Form("bare tools", {"m": USES, "tools": [FUNCTION]}, same=USES, learned=BOTH, tools=TOOLS),
-    Form("tools as text", {"m": USES, "tools": json.dumps(TOOLS)}, same=USES, learned=BOTH, tools=TOOLS),
-    Form("tools as texts", {"m": USES, "tools": [json.dumps(TOOLS[0])]}, same=USES, learned=BOTH, tools=TOOLS),
-    Form(
-        "parameters as text",
-        {"m": USES, "tools": [{**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}]},
-        same=USES,
-        learned=BOTH,
-        tools=TOOLS,
-    ),
-    Form("older functions", {"m": USES, "functions": [FUNCTION]}, same=USES, learned=BOTH, tools=TOOLS),
-    Form(
-        "tools of another name", {"m": USES, "f": TOOLS}, keys=M | {"tools": "f"}, same=USES, learned=BOTH, tools=TOOLS
-    ),
+    talk("last says by calls", USES[:2], USES[:2]),
+    uses("numbered call", [user(), says("", tool_calls=[called(id=7, index=0)]), result(tool_call_id=7), USES[3]]),
+    told("tools", tools=TOOLS),
+    told("bare tools", tools=[FUNCTION]),
+    told("tools as text", tools=json.dumps(TOOLS)),
+    told("tools as texts", tools=[json.dumps(TOOLS[0])]),
+    told("parameters as text", tools=[{**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}]),
+    told("older functions", functions=[FUNCTION]),
+    told("tools of another name", {"tools": "f"}, f=TOOLS),
     Form("no tools", {"m": PLAIN, "tools": []}),
     Form("null tools", {"m": PLAIN, "tools": None}),
     Form("empty tools text", {"m": PLAIN, "tools": ""}),
     Form("functions of another kind", {"m": PLAIN, "functions": ["sin", "cos"]}),
-    talk("weight", [user(), says(weight=0), user("2+2?"), says("4", weight=1)], same=TWO, learned=[3]),
+    answers("weight", says(weight=0), says("4", weight=1), 3),
     talk("weight 1.0", [user(weight=None), says(weight=1.0)]),
     talk("weight 0 of a user", [user(weight=0), says()]),
-    talk("train", [user(train=False), says(train=True), user("2+2?"), says("4", train=False)], same=TWO),
-    talk("training", [user(), says(training=False), user("2+2?"), says("4")], same=TWO, learned=[3]),
-    talk("loss", [user(), says(loss=False), user("2+2?"), says("4", loss=True)], same=TWO, learned=[3]),
-    talk("empty answers", [user(), says(""), user("2+2?"), says("4")], same=[user(), says(""), *TWO[2:]], learned=[3]),
-    Form("prompt and response", {"q": "1+1?", "r": "2"}, keys=PR),
-    Form("alpaca", {"instruction": "1+1?", "input": "", "output": "2"}, keys=ALPACA),
+    answers("train", says(train=True), says("4", train=False), 1, train=False),
+    answers("training", says(training=False), says("4"), 3),
+    answers("loss", says(loss=False), says("4", loss=True), 3),
+    talk("empty answers", [user(), says(""), *TWO[2:]], [user(), says(""), *TWO[2:]], learned=[3]),
+    Form("prompt and response", {"q": "1+1?", "r": "2"}, PR),
+    Form("alpaca", {"instruction": "1+1?", "input": "", "output": "2"}, ALPACA),
     Form(
         "alpaca with input",
         {"instruction": "Add.", "input": "1+1?", "output": "2"},
-        keys=ALPACA,
-        same=[user("Add.\n1+1?"), says()],
+        ALPACA,
+        [user("Add.\n1+1?"), says()],
     ),
-    Form("prompt and completion", {"p": "1+1?", "c": "2"}, keys=PC),
-    Form("conversational", {"p": [user()], "c": [says()]}, keys=PC),
-    Form("conversational, a message", {"p": [user()], "c": says()}, keys=PC),
-    Form("conversation and text", {"p": [SYSTEM, user()], "c": "2"}, keys=PC, same=[SYSTEM, *PLAIN], learned=[2]),
-    Form("text and conversation", {"p": "1+1?", "c": [says()]}, keys=PC),
-    Form("messages and completion", {"p": [user()], "c": [says()]}, keys=TALK),
-    Form("completion alone is learned", {"p": TWO[:3], "c": "4"}, keys=PC, same=TWO, learned=[3]),
-    Form("completion with tools", {"p": [user()], "c": USES[1:]}, keys=PC, same=USES, learned=BOTH),
-    Form("whole messages beside a response", {"m": PLAIN, "r": "9"}, keys=M | {"response": "r"}),
-    Form(
-        "system column",
-        {"q": "1+1?", "r": "2", "s": "Be brief."},
-        keys=PR | {"system": "s"},
-        same=[SYSTEM, *PLAIN],
-        learned=[2],
-    ),
-    Form("null system column", {"q": "1+1?", "r": "2", "s": None}, keys=PR | {"system": "s"}),
-    Form("dotted", {"data": {"q": "1+1?", "r": "2"}}, keys={"prompt": "data.q", "response": "data.r"}),
+    Form("prompt and completion", {"p": "1+1?", "c": "2"}, PC),
+    Form("conversational", {"p": [user()], "c": [says()]}, PC),
+    Form("conversational, a message", {"p": [user()], "c": says()}, PC),
+    Form("conversation and text", {"p": [SYSTEM, user()], "c": "2"}, PC, [SYSTEM, *PLAIN], [2]),
+    Form("text and conversation", {"p": "1+1?", "c": [says()]}, PC),
+    Form("messages and completion", {"p": [user()], "c": [says()]}, TALK),
+    Form("completion alone is learned", {"p": TWO[:3], "c": "4"}, PC, TWO, [3]),
+    Form("completion with tools", {"p": [user()], "c": USES[1:]}, PC, USES, BOTH),
+    Form("whole messages beside a response", {"m": PLAIN, "r": "9"}, M | {"response": "r"}),
+    Form("system column", {"q": "1+1?", "r": "2", "s": "Be brief."}, PR | {"system": "s"}, [SYSTEM, *PLAIN], [2]),
+    Form("null system column", {"q": "1+1?", "r": "2", "s": None}, PR | {"system": "s"}),
+    Form("dotted", {"data": {"q": "1+1?", "r": "2"}}, {"prompt": "data.q", "response": "data.r"}),
     Form("null id", {"id": None, "m": PLAIN}),
     Form("float id", {"id": 1.5, "m": PLAIN}),
     Form("nested id", {"id": {"a": 1}, "m": PLAIN}),
@@ -220,58 +188,50 @@ ACCEPTED = [
     talk("unknown message keys", [user(score=0.5, at={"x": [1]}), says(model="y")]),
 ]
 
-REFUSED: list[tuple[Row, dict[str, str], str]] = [
-    ({"m": [user()]}, M, "m[0]: the last message is the user's, expected the assistant's; or data_args.response"),
-    ({"m": [user(), says("")]}, M, "m[1].content: empty, expected an answer"),
-    ({"m": [user(), says("", tool_calls=[])]}, M, "m[1].content: empty, expected an answer"),
-    ({"m": [user(), says(None)]}, M, "m[1]: no content, got 'role', 'content'; expected text"),
-    ({"m": [user(), {"role": "critic", "content": "2"}]}, M, "m[1].role: 'critic', expected one of system, developer"),
-    ({"m": [user(), says(weight=0)]}, M, "column 'm': nothing to train on: weight or train"),
-    ({"m": [user(), says(weight=0.5)]}, M, "m[1].weight: 0.5, expected 0 or 1"),
-    ({"m": [user(), says(weight="1")]}, M, "m[1].weight: '1', expected 0 or 1"),
-    ({"m": [user(weight=1), says()]}, M, "m[0].weight: 1 of the user, expected only of the assistant"),
-    ({"m": [user(), says(weight=0, train=True)]}, M, "m[1]: weight and train differ"),
+VIDEO = {"type": "video_url", "video_url": {"url": "x"}}
+ANSWERS = [
+    (says(""), "m[1].content: empty, expected an answer"),
+    (says("", tool_calls=[]), "m[1].content: empty, expected an answer"),
+    (says(None), "m[1]: no content, got 'role', 'content'; expected text"),
+    ({"role": "critic", "content": "2"}, "m[1].role: 'critic', expected one of system, developer"),
+    (says(weight=0), "column 'm': nothing to train on: weight or train"),
+    (says(weight=0.5), "m[1].weight: 0.5, expected 0 or 1"),
+    (says(weight="1"), "m[1].weight: '1', expected 0 or 1"),
+    (says(weight=0, train=True), "m[1]: weight and train differ"),
+    (says([{"type": "tool_use", "name": "add", "input": {}}]), "m[1].content[0]: a part of type 'tool_use'"),
+    (says(tool_calls=[called("{a: 1}")]), "m[1].tool_calls[0].arguments: '{a: 1}' is not JSON"),
+    (says(tool_calls=[called([1])]), "m[1].tool_calls[0].arguments: [1], expected an object"),
     (
-        {"m": [user([{"type": "video_url", "video_url": {"url": "x"}}]), says()]},
-        M,
-        "m[0].content[0]: a part of type 'video_url', expected only text and pictures: videos",
-    ),
-    (
-        {"m": [user(), says([{"type": "tool_use", "name": "add", "input": {}}])]},
-        M,
-        "m[1].content[0]: a part of type 'tool_use'",
-    ),
-    ({"m": [user({"a": 1}), says()]}, M, "m[0].content: {'a': 1}, expected text, or a list of parts"),
-    ({"m": [user(tool_calls=[called()]), says()]}, M, "m[0]: a call of the user, expected only of the assistant"),
-    ({"m": [user(), says(tool_calls=[called("{a: 1}")])]}, M, "m[1].tool_calls[0].arguments: '{a: 1}' is not JSON"),
-    ({"m": [user(), says(tool_calls=[called([1])])]}, M, "m[1].tool_calls[0].arguments: [1], expected an object"),
-    (
-        {"m": [user(), says(tool_calls=[{"function": {"arguments": {}}}])]},
-        M,
+        says(tool_calls=[{"function": {"arguments": {}}}]),
         "m[1].tool_calls[0]: {'function': {'arguments': {}}}, expected function",
     ),
     (
-        {"m": [user(), says(tool_calls=[{"function": {"name": "f", "parameters": {}}}])]},
-        M,
+        says(tool_calls=[{"function": {"name": "f", "parameters": {}}}]),
         "m[1].tool_calls[0]: unknown key 'parameters' of a call",
     ),
-    (
-        {"m": [user(), says(tool_calls=[called()], function_call={"name": "f"})]},
-        M,
-        "m[1]: tool_calls and function_call, expected one",
-    ),
-    ({"m": [user(), says(reasoning="a", thinking="b")]}, M, "m[1]: different reasoning in reasoning and thinking"),
-    ({"m": PLAIN, "tools": ["add"]}, M, "tools[0]: 'add' is not JSON"),
-    (
-        {"m": PLAIN, "tools": [{"type": "code_interpreter"}]},
-        M,
-        "tools[0]: {'type': 'code_interpreter'}, expected {type: function",
-    ),
-    ({"m": PLAIN, "tools": 3}, M, "column 'tools': 3, expected a list of tools (data_args.tools: null: not read)"),
+    (says(tool_calls=[called()], function_call={"name": "f"}), "m[1]: tool_calls and function_call, expected one"),
+    (says(reasoning="a", thinking="b"), "m[1]: different reasoning in reasoning and thinking"),
+]
+QUESTIONS = [
+    (user(weight=1), "m[0].weight: 1 of the user, expected only of the assistant"),
+    (user([VIDEO]), "m[0].content[0]: a part of type 'video_url', expected only text and pictures: videos"),
+    (user({"a": 1}), "m[0].content: {'a': 1}, expected text, or a list of parts"),
+    (user(tool_calls=[called()]), "m[0]: a call of the user, expected only of the assistant"),
+    (user("\ud800"), "m[0].content: a lone surrogate at character 1"),
+]
+WRONG_TOOLS: list[tuple[Any, str]] = [
+    (["add"], "tools[0]: 'add' is not JSON"),
+    ([{"type": "code_interpreter"}], "tools[0]: {'type': 'code_interpreter'}, expected {type: function"),
+    (3, "column 'tools': 3, expected a list of tools (data_args.tools: null: not read)"),
+]
+REFUSED: list[tuple[Row, dict[str, str], str]] = [
+    *(({"m": [user(), answer]}, M, reason) for answer, reason in ANSWERS),
+    *(({"m": [question, says()]}, M, reason) for question, reason in QUESTIONS),
+    *(({"m": PLAIN, "tools": tools}, M, reason) for tools, reason in WRONG_TOOLS),
+    ({"m": [user()]}, M, "m[0]: the last message is the user's, expected the assistant's; or data_args.response"),
     ({"m": "hello"}, M, "column 'm': text that is not a JSON list of messages"),
     ({"m": {"role": "user"}}, M, "column 'm': {'role': 'user'}, expected a list of messages"),
     ({"x": 1}, M, "no column 'm', the row has 'x'"),
-    ({"m": [user("\ud800"), says()]}, M, "m[0].content: a lone surrogate at character 1"),
     ({"q": "1+1?", "r": None}, PR, "column 'r': null, expected the text of an answer, or its messages"),
     ({"q": "1+1?", "r": " "}, PR, "column 'r': ' ', expected the text of an answer"),
     ({"p": [user()], "c": [user("2")]}, PC, "c[0]: the last message is the user's, expected the assistant's"),
@@ -315,26 +275,13 @@ def test_what_is_not_understood_is_refused_with_its_line(tmp_path, case):
 
 def test_parquet_gives_every_row_and_message_the_keys_of_all(tmp_path):
     """A struct that is there for others comes as null, and so do keys of arguments and of schemas."""
-    other = {
-        "name": "look",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"w": {"type": "string"}}},
-    }
+    word = {"w": {"type": "string"}}
+    other = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": word}}
+    looks = called(function={"name": "look", "arguments": {"w": "x"}})
     rows = [
         {"m": PLAIN, "tools": None},
         {"m": USES, "tools": [FUNCTION]},
-        {
-            "m": [
-                user(),
-                says(
-                    None,
-                    tool_calls=[
-                        {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"w": "x"}}}
-                    ],
-                ),
-            ],
-            "tools": [other],
-        },
+        {"m": [user(), says(None, tool_calls=[looks])], "tools": [other]},
         {"m": THINKS, "tools": []},
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
@@ -391,13 +338,7 @@ def pairs(path: Path, keys: Mapping[str, Any]) -> Conversations:
         ({"p": [user()], "chosen": says(), "rejected": "3"}, {"messages": "p"}),
         ({"p": "1+1?", "chosen": PLAIN, "rejected": [user(), says("3")]}, {"prompt": "p"}),
         ({"chosen": PLAIN, "rejected": [user(), says("3")]}, {"messages": "chosen"}),
-        (
-            {
-                "chosen": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}],
-                "rejected": [user(), says([{"type": "text", "text": "3"}])],
-            },
-            {"messages": "chosen"},
-        ),
+        ({"chosen": [HUMAN, GPT], "rejected": [user(), says([text("3")])]}, {"messages": "chosen"}),
         ({"p": "1+1?", "chosen": "2", "rejected": "3", "id": None, "x": {"a": 1}}, {"prompt": "p"}),
     ],
 )
@@ -422,7 +363,7 @@ def test_pairs_of_calls_are_compared_with_the_tools_told(tmp_path):
     ("row", "keys"),
     [
         ({"q": "1+1?", "r": "2", "score": 1}, PR),
-        ({"m": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}], "score": 1}, M),
+        ({"m": [HUMAN, GPT], "score": 1}, M),
         ({"q": [user()], "r": [says()], "score": "1", "x": [1]}, PR),
     ],
 )
@@ -438,8 +379,8 @@ def test_scored_answers_take_the_same_forms(tmp_path, row, keys):
     [
         ({"q": "1+1?"}, {"prompt": "q"}, [user()], None),
         ({"q": [SYSTEM, user()]}, {"prompt": "q"}, [SYSTEM, user()], None),
-        ({"q": [{"from": "human", "value": "1+1?"}]}, {"messages": "q"}, [user()], None),
-        ({"q": [user([{"type": "text", "text": "1+1?"}])], "tools": TOOLS}, {"messages": "q"}, [user()], TOOLS),
+        ({"q": [HUMAN]}, {"messages": "q"}, [user()], None),
+        ({"q": [user([text("1+1?")])], "tools": TOOLS}, {"messages": "q"}, [user()], TOOLS),
         ({"q": [*USES, user("so?")], "tools": [FUNCTION]}, {"messages": "q"}, [*USES, user("so?")], TOOLS),
     ],
 )

@@ -89,18 +89,16 @@ def test_the_split_sees_the_pair_and_not_its_order(x, y):
 def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path):
     pairs = [(x, y) for x in range(200) for y in range(x + 1)]
     assert sum(is_held_out(x, y, 0.1) for x, y in pairs) / len(pairs) == pytest.approx(0.1, abs=0.01)
-    found = []
+    found, sizes = [], {"num_train": 99, "num_val": 40, "num_demonstrations": 9}
     for seed in range(3):
-        write_dataset(
-            tmp_path, seed=seed, min_operand=10, max_operand=40, num_train=99, num_val=40, num_demonstrations=9
-        )
+        write_dataset(tmp_path, seed=seed, min_operand=10, max_operand=40, **sizes)
         found.append({name: (tmp_path / name).read_bytes() for name in NAMES})
         held_out = [is_held_out(*row["operands"], 0.1) for row in _read(tmp_path / "val.jsonl")]
         assert len(held_out) == 40 and all(held_out)
     assert all(len({files[name] for files in found}) == 3 for name in NAMES)
 
 
-def test_equal_arguments_write_equal_bytes(tmp_path, folder):
+def test_other_files_of_the_folder_stay_and_those_of_an_earlier_run_are_replaced(tmp_path, folder):
     for name in (*NAMES, "mine.txt"):
         (tmp_path / name).write_text("old")
     write_dataset(tmp_path)
@@ -148,21 +146,16 @@ def test_three_solutions_as_a_person_writes_them():
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.75, 1.0])
 def test_the_teacher_forgets_at_its_rate(tmp_path, rate):
     write_dataset(tmp_path, forget_rate=rate, num_train=1, num_val=1, num_demonstrations=4000)
-    right, num_forgotten, num_due = [], 0, 0
+    num_forgotten, num_due = 0, 0
     for row in _read(tmp_path / "demonstrations.jsonl"):
         problem = Problem(*_operands(row["prompt"]))
         options = {worked_solution(problem, set(columns)): columns for columns in _subsets(problem.carried_columns)}
         columns = options[row["response"]]  # a KeyError: some other mistake than a forgotten carry
-        right.append(_answer(row["response"]) == problem.answer)
         if len(problem.carried_columns) == 1:  # a carry forgotten below changes whether one is due above
             num_forgotten += len(columns)
             num_due += 1
     assert num_due > 1000
     assert num_forgotten / num_due == pytest.approx(rate, abs=0.04)
-    if (
-        rate == 0.8
-    ):  # right without a carry, and by luck: the ceiling of the warm start, inside its window of 25 to 50 %
-        assert 0.40 < sum(right) / len(right) < 0.48
 
 
 def _subsets(columns: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -184,7 +177,9 @@ def test_digits_and_tags_are_one_token_each(folder):
 def test_the_second_operand_has_a_bound_of_its_own(tmp_path):
     args = {"min_operand": 2, "max_operand": 15, "max_second": 9, "operations": ["+"], "held_out_share": 0.24}
     write_dataset(tmp_path, **args, num_train=80, num_val=32, num_demonstrations=1)
-    split = [{tuple(row["operands"]) for row in _read(tmp_path / name)} for name in ("train.jsonl", "val.jsonl")]
+    rows = [_read(tmp_path / name) for name in ("train.jsonl", "val.jsonl")]
+    assert {row["operation"] for row in (*rows[0], *rows[1])} == {"+"}, "only what is asked for"
+    split = [{tuple(row["operands"]) for row in each} for each in rows]
     assert split[0] | split[1] == {(x, y) for x in range(2, 16) for y in range(2, 10)}, "all of them, each once"
     assert not {(y, x) for x, y in split[0]} & split[1]
 
@@ -195,49 +190,13 @@ def test_a_wording_of_its_own_has_the_same_problems(folder, tmp_path):
         assert row == other | {"prompt": re.sub(r"(\D)(.*)=", r" \1 \2 = ?", other["prompt"])}
 
 
-def test_only_the_operations_asked_for_are_drawn(tmp_path):
-    write_dataset(tmp_path, operations=["-"], num_train=50, num_val=50, num_demonstrations=50)
-    rows = _read(tmp_path / "train.jsonl") + _read(tmp_path / "val.jsonl")
-    assert {row["operation"] for row in rows} == {"-"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"min_operand": -1}, "min_operand, max_operand: got -1 and 999"),
-        ({"min_operand": 9, "max_operand": 9}, "min_operand, max_operand: got 9 and 9"),
-        ({"operations": []}, "operations: got"),
-        ({"wording": "{x} plus {y}"}, "wording: got"),
-        ({"max_second": 1000}, "max_second: got 1000"),
-        ({"wording": "{x} {operation} {} {y}"}, "wording: got"),
-        ({"operations": ["*"]}, "operations: got"),
-        ({"operations": ["+", "+"]}, "operations: got"),
-        ({"held_out_share": 0.0}, "held_out_share: got 0.0"),
-        ({"held_out_share": 1.0}, "held_out_share: got 1.0"),
-        ({"held_out_share": float("nan")}, "held_out_share: got nan"),
-        ({"forget_rate": 1.5}, "forget_rate: got 1.5"),
-        ({"num_train": 0}, "num_train: got 0"),
-        ({"max_operand": 10**30}, "max_operand: got 1000000"),
-        ({"num_train": 10**9}, "num_train: got 1,000,000,000, expected at most 1,620,000"),
-        ({"num_val": -3}, "num_val: got -3"),
-        ({"num_demonstrations": 0}, "num_demonstrations: got 0"),
-        ({"min_operand": 1, "max_operand": 30}, "num_train: got 8,192, expected at most 1,800"),
-        ({"min_operand": 1, "max_operand": 30, "num_demonstrations": 9, "num_train": 9}, "num_val: got 1024"),
-    ],
-)
-def test_bad_arguments_name_the_key_and_write_nothing(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        write_dataset(tmp_path / "data", **arguments)
-    assert not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir())
-
-
 def pairs(folder: Path, slip_rate: float) -> list[tuple[Problem, dict]]:
-    write_pairs(
-        folder, slip_rate=slip_rate, min_operand=10, max_operand=99, num_train=900, num_val=90, num_demonstrations=10
-    )
-    lines = (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [(Problem(row["operands"][0], row["operation"], row["operands"][1]), row) for row in rows]
+    sizes = {"num_train": 900, "num_val": 90, "num_demonstrations": 10}
+    write_pairs(folder, slip_rate=slip_rate, min_operand=10, max_operand=99, **sizes)
+    return [
+        (Problem(row["operands"][0], row["operation"], row["operands"][1]), row)
+        for row in _read(folder / "pairs.jsonl")
+    ]
 
 
 @pytest.mark.parametrize("slip_rate", [0.0, 0.8])

@@ -52,11 +52,3 @@ def test_solutions_are_what_the_pictures_show_and_demonstrations_overlook(tmp_pa
     assert 0.2 < np.mean(wrong) < 0.6
     arranged = {name: {tuple(seen(line, cell)) for line in each} for name, each in lines.items()}
     assert not arranged["val"] & (arranged["train"] | arranged["demonstrations"])
-
-
-def test_equal_arguments_give_equal_bytes_and_wrong_ones_are_refused(tmp_path):
-    for name in ("a", "b"):
-        write_dataset(tmp_path / name, seed=3, **SMALL)
-    assert all((tmp_path / "b" / file.name).read_bytes() == file.read_bytes() for file in (tmp_path / "a").iterdir())
-    with pytest.raises(ValueError, match="cell: got 4"):
-        write_dataset(tmp_path / "c", cell=4)

@@ -59,11 +59,8 @@ def by_definition(overlaps: list[list[float]], threshold: float) -> float:
 def test_average_precision_is_that_of_its_definition():
     rng = random.Random(2)
     for _ in range(300):
-        table = [
-            [rng.random() for _ in range(rng_columns)]
-            for rng_columns in [rng.randint(1, 4)]
-            for _ in range(rng.randint(1, 6))
-        ]
+        columns = rng.randint(1, 4)
+        table = [[rng.random() for _ in range(columns)] for _ in range(rng.randint(1, 6))]
         assert average_precision(table, 0.5) == pytest.approx(by_definition(table, 0.5))
 
 

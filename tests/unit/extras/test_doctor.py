@@ -43,15 +43,10 @@ def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_
 def test_limits_of_a_control_group_go_before_the_machine(tmp_path, version):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
-    files = (
-        {"memory.max": f"{8 * GIB}", "cpu.max": "150000 100000"}
-        if version == 2
-        else {
-            "memory/memory.limit_in_bytes": f"{8 * GIB}",
-            "cpu/cpu.cfs_quota_us": "150000",
-            "cpu/cpu.cfs_period_us": "100000",
-        }
-    )
+    files = {"memory.max": f"{8 * GIB}", "cpu.max": "150000 100000"}
+    if version == 1:
+        files = {"memory/memory.limit_in_bytes": f"{8 * GIB}"}
+        files |= {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -73,16 +68,12 @@ def test_without_limits_the_machine_is_what_there_is(tmp_path):
     ("found", "level"),
     [
         (machine.judge_shm(64 * 2**20, 64 * 2**20, 64 * GIB), "error"),
-        (machine.judge_shm(GIB, GIB, 64 * GIB), "warning"),
-        (machine.judge_shm(GIB, GIB, 4 * GIB), "ok"),
-        (machine.judge_files(256), "error"),
-        (machine.judge_files(4096), "warning"),
-        (machine.judge_files(resource.RLIM_INFINITY), "ok"),
-        (machine.judge_processes(2048), "warning"),
-        (machine.judge_locked(65536, rdma=True), "warning"),
-        (machine.judge_locked(65536, rdma=False), "ok"),
+        (machine.judge_shm(GIB, GIB, 64 * GIB), "warning"), (machine.judge_shm(GIB, GIB, 4 * GIB), "ok"),
+        (machine.judge_files(256), "error"), (machine.judge_files(4096), "warning"),
+        (machine.judge_files(resource.RLIM_INFINITY), "ok"), (machine.judge_processes(2048), "warning"),
+        (machine.judge_locked(65536, rdma=True), "warning"), (machine.judge_locked(65536, rdma=False), "ok"),
     ],
-)
+)  # fmt: skip
 def test_bounds(found, level):
     assert found.level == level and bool(found.fix) == (level != "ok")
 
@@ -161,9 +152,6 @@ def test_the_command_examines_this_machine(tmp_path, capsys, monkeypatch):
     assert code == int("error" in names.values())
     assert {"python", "packages", "gpus", "memory", "cores", "disk speed", "sandbox", "hub", "template"} <= set(names)
     assert "very-secret-value" not in told
-
-
-def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
     assert levels(machine.check_chat_template(str(tmp_path / "none"))) == {"template": "error"}
 
 

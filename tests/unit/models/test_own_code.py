@@ -169,13 +169,12 @@ def test_vllm_and_sglang_are_told(own):
 
     with pytest.raises(ValueError, match=KEY):
         ModelOutline(StrategyContext(worker(False), "actor_infer", own))
-    for trusts, model in ((True, own),):
-        context = StrategyContext(worker(trusts), "actor_infer", model)
-        outline = ModelOutline(context)
-        cpu, gpu = (engine_arguments(context, VllmConfig(), outline, on_cpu=on_cpu) for on_cpu in (True, False))
-        assert cpu["trust_remote_code"] is gpu["trust_remote_code"] is trusts
-        assert cpu["block_size"] == 32 and "block_size" not in gpu, "one that is given keeps vLLM from choosing"
-        assert sglang_arguments(context, SglangConfig(), outline, on_cpu=True)["trust_remote_code"] is trusts
+    context = StrategyContext(worker(True), "actor_infer", own)
+    outline = ModelOutline(context)
+    cpu, gpu = (engine_arguments(context, VllmConfig(), outline, on_cpu=on_cpu) for on_cpu in (True, False))
+    assert cpu["trust_remote_code"] is gpu["trust_remote_code"] is True
+    assert cpu["block_size"] == 32 and "block_size" not in gpu, "one that is given keeps vLLM from choosing"
+    assert sglang_arguments(context, SglangConfig(), outline, on_cpu=True)["trust_remote_code"] is True
 
 
 def test_a_reward_model_has_a_switch_of_its_own(own, tmp_path):

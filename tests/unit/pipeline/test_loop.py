@@ -39,6 +39,12 @@ from roll.tracking.trackers import TrackerContext
 from roll.utils.signals import SignalGuard
 
 
+@pytest.fixture(autouse=True)
+def no_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was before, when the run is over."""
+    monkeypatch.setattr(Cluster, "current_step", None)
+
+
 class Stop(Exception):
     """Ends a step."""
 
@@ -90,8 +96,7 @@ def run(
         ({"val_before_train": False, "val_after_train": False, "eval_steps": 0, "save_steps": None}, [], []),
     ],
 )
-def test_evaluations_and_checkpoints_are_those_that_were_asked_for(tmp_path, keys, evaluated, saved, monkeypatch):
-    monkeypatch.setattr(Cluster, "current_step", None)  # as it was, when the run is over
+def test_evaluations_and_checkpoints_are_those_that_were_asked_for(tmp_path, keys, evaluated, saved):
     loop = run(tmp_path, **keys)
     assert loop.evaluated == evaluated
     folders = tmp_path / "loop" / "checkpoints"
@@ -99,8 +104,7 @@ def test_evaluations_and_checkpoints_are_those_that_were_asked_for(tmp_path, key
     assert loop.session.summary["steps"] == 5
 
 
-def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr(Cluster, "current_step", None)
+def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(tmp_path):
     run(tmp_path)
 
     def lines() -> dict[int, dict[str, float]]:
@@ -118,8 +122,7 @@ def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(tmp_pat
         assert lines() == trained | {3: trained[3] | {"eval/success": 0.5}}
 
 
-def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(Cluster, "current_step", None)
+def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(tmp_path):
     run(tmp_path / "first")
     last = str(tmp_path / "first" / "loop" / "checkpoints" / "checkpoint-5")
     with pytest.raises(CheckpointError, match=r"a run with a PipelineConfig, expected a OtherConfig; .*/actor_train"):
@@ -128,8 +131,7 @@ def test_a_checkpoint_of_another_pipeline_is_evaluated_and_not_gone_on_from(tmp_
     assert judged.evaluated == [("after", 5)]
 
 
-def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(Cluster, "current_step", None)
+def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(tmp_path):
     run(tmp_path, max_steps=3)
     resumed = {"resume_from_checkpoint": True, "max_steps": 4}
     with pytest.raises(ConfigErrors) as caught:
@@ -146,8 +148,7 @@ def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(tmp_p
     assert not run(tmp_path, seed=7, max_grad_norm=0.5, **{**resumed, "max_steps": 5}).session.changes
 
 
-def test_a_checkpoint_without_a_record_is_resumed_with_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(Cluster, "current_step", None)
+def test_a_checkpoint_without_a_record_is_resumed_with_one_warning(tmp_path):
     run(tmp_path, max_steps=3)
     checkpoint = tmp_path / "loop" / "checkpoints" / "checkpoint-3"
     state = json.loads((checkpoint / "pipeline_state.json").read_text())
@@ -181,35 +182,22 @@ class Learning(Counting):
 
 @pytest.mark.parametrize(("agrees", "last"), [(3, 3), (4, 4), (9, 5)])
 def test_a_run_ends_as_learned_where_its_evaluation_agrees(tmp_path, agrees, last, monkeypatch):
-    monkeypatch.setattr(Cluster, "current_step", None)
     monkeypatch.setattr(Learning, "agrees", agrees)
     loop = run(tmp_path, AgenticConfig, make=Learning, eval_steps=0, save_steps=99)
     assert loop.evaluated == [("before", 0), *(("after", step) for step in range(3, last + 1))]
-    summary, folder = loop.session.summary, tmp_path / "loop"
-    assert (summary["status"], summary["steps"], summary.get("learned")) == (
-        "completed",
-        last,
-        "learned: all" if agrees <= 5 else None,
-    )
+    summary, checkpoints = loop.session.summary, tmp_path / "loop" / "checkpoints"
+    learned = "learned: all" if agrees <= 5 else None
+    assert (summary["status"], summary["steps"], summary.get("learned")) == ("completed", last, learned)
     assert summary["eval"]["after"] == {"success": 0.5}
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"checkpoint-{last}"]
+    assert [path.name for path in checkpoints.iterdir()] == [f"checkpoint-{last}"]
+    state = Checkpointer.load_state(checkpoints / f"checkpoint-{last}")
+    assert state["learned"] == learned and state["looks_learned"]
     keys = {"output_dir": str(tmp_path), "exp_name": "loop", "max_steps": 5, "resume_from_checkpoint": True}
-    finished = (
-        {
-            share: RunSession(AgenticConfig(**keys, learned_share=share), time.time()).is_finished
-            for share in (0.9, None)
-        }
-        if agrees <= 5
-        else {}
-    )
-    state = Checkpointer.load_state(folder / "checkpoints" / f"checkpoint-{last}")
-    assert state["learned"] == summary.get("learned") and state["looks_learned"]
-    assert finished in ({}, {0.9: True, None: False})
+    for share, finished in ((0.9, True), (None, False)) if learned else ():
+        assert RunSession(AgenticConfig(**keys, learned_share=share), time.time()).is_finished == finished
 
 
-def test_a_run_that_is_stopped_while_it_asks_whether_all_is_learned_asks_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(Cluster, "current_step", None)
-
+def test_a_run_that_is_stopped_while_it_asks_whether_all_is_learned_asks_again(tmp_path):
     class Stopped(Learning):
         def evaluate(self, name: str, step: int) -> Metrics:
             if step == 3:

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from roll.data.pictures import Pictures
-from roll.distributed.replaced import replaced
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import pictured_prompt, probe_picture, probe_prompt
 from roll.distributed.strategy.hf_infer import continuous_batching
@@ -22,6 +21,7 @@ from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.probe import Bound, Probe, find_causes, other_prompt
+from roll.utils.foreign import replaced
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
 from tests.support.picture_models import make_picture_model

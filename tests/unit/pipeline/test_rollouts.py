@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +14,20 @@ from roll.data.requests import Completion, FinishReason
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import RestartBudget
 from roll.pipeline.rollout_workers import RolloutWorkers
-from roll.pipeline.rollouts import Remarks, describe_failure, remarks_on, take, thin_out, training_lines, write_samples
+from roll.pipeline.rollouts import (
+    Remarks,
+    StepRollouts,
+    describe_failure,
+    remarks_on,
+    take,
+    thin_out,
+    training_lines,
+    write_samples,
+)
+from roll.pipeline.session import RunFailedError
+from roll.rewards.types import RewardError
 from roll.rollout.admission import Admission
+from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.metrics import step_metrics
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.tracking.run import RunFolder
@@ -190,6 +203,23 @@ def test_a_step_without_a_group_to_train_on_is_none_of_which_all_failed():
         take(SESSION, scheduler, Admission(1), 1, "train on")
 
 
+def test_answers_that_are_all_wrong_and_nothing_to_train_on_end_the_run_with_advice():
+    config: Any = SimpleNamespace(
+        groups_per_step=2, groups_ahead=0, window=1, max_steps=3, overlaps=False, rollout_replay_dir=None
+    )
+    config.filters_groups, config.max_filtered_batches = True, 3
+    rules: Any = SimpleNamespace(most_tokens=limit, filter_hint="loosen the filter")
+    rules.check_groups = rules.wants = lambda groups: None
+    session: Any = SimpleNamespace(summary={}, elapsed=float, display=SESSION.display)
+    scheduler: Any = SimpleNamespace(take=lambda *_, **options: Collected([], [WRONG, WRONG]))
+    rules.all_wrong = lambda groups: groups == [WRONG, WRONG]
+    advice = (
+        r"none of 2 groups is worth training on \(max_filtered_batches=3\): all 4 .* scored 0; .*; loosen the filter"
+    )
+    with pytest.raises(RunFailedError, match=advice):
+        StepRollouts(config, session, rules).take(1, scheduler)
+
+
 class Workers:
     """A cluster of one, or the replicas of one."""
 
@@ -199,6 +229,7 @@ class Workers:
         self.name = name
         self.restarts = [0]
         self.lives = True
+        self.fails: Exception | None = None
         self.cluster = self
 
     def alive(self) -> list[bool]:
@@ -210,6 +241,13 @@ class Workers:
 
     def call_rank(self, rank: int, method: str, *args: Any) -> None:
         assert method == "setup"
+
+    def submit(self, method: str, *args: Any) -> None:
+        assert method == "setup"
+
+    def gather(self, refs: None, *, call: str) -> None:
+        if self.fails is not None:
+            raise pickle.loads(pickle.dumps(self.fails))
 
 
 class Connected(RolloutWorkers):
@@ -223,7 +261,11 @@ def started(limit: int = 9) -> tuple[Connected, Workers, Workers, Workers]:
     """Roles of rollout workers, the generator and the evaluator."""
     players, generator, evaluator = (Workers(name) for name in ("rollout", "actor_infer", "val_infer"))
     models = SimpleNamespace(
-        on_replaced=[], rollout_replicas=generator, evaluation_replicas=evaluator, restarts=RestartBudget(limit)
+        on_replaced=[],
+        scorers=(),
+        rollout_replicas=generator,
+        evaluation_replicas=evaluator,
+        restarts=RestartBudget(limit),
     )
     run: Any = SimpleNamespace(clusters={"rollout": players}, roles=models, signals=SignalGuard())
     roles = Connected(cast(Any, None), run, {"rollout": ()})
@@ -259,3 +301,12 @@ def test_the_dead_are_replaced_as_often_as_is_allowed():
     players.lives = generator.lives = False
     with pytest.raises(WorkerDiedError, match="max_worker_restarts=1 is used up"):
         roles.recover(LOST, evaluates=False)
+
+
+@pytest.mark.parametrize("error", [PortTakenError("agent.port: got 80"), RewardError("no word list")])
+def test_what_a_worker_cannot_set_up_ends_the_run_in_its_words(error):
+    roles, players, _, _ = started()
+    players.fails = error
+    roles.begin_setup()
+    with pytest.raises(RunFailedError, match=str(error)):
+        roles.wait_ready()

@@ -59,12 +59,16 @@ def settings(folder: Path, strategy: str, **model_args: Any) -> dict[str, Any]:
     return {"exp_name": "run", "max_steps": 1, "pretrain": str(folder), "actor_train": section}
 
 
-def problems(folder: Path, strategy: str = "fsdp2_train", **model_args: Any) -> dict[str, str]:
+def told(schema: Any, values: dict[str, Any]) -> dict[str, str]:
     try:
-        validate(SFTConfig, settings(folder, strategy, **model_args), CHECKS[SFTConfig])
+        validate(schema, values, CHECKS[schema])
     except ConfigErrors as errors:
         return {problem.path: f"{problem.expected} {problem.hint}" for problem in errors.problems}
     return {}
+
+
+def problems(folder: Path, strategy: str = "fsdp2_train", **model_args: Any) -> dict[str, str]:
+    return told(SFTConfig, settings(folder, strategy, **model_args))
 
 
 def add_output_layer(folder: Path) -> None:
@@ -88,41 +92,35 @@ def void(_: object) -> None:
     pass
 
 
+def written(file: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: void((folder / file).write_text(text))
+
+
+def configured(file: str = "config.json", **entries: Any) -> Callable[[Path], None]:
+    return lambda folder: configure(folder, file, **entries)
+
+
+ROWS = len(make_tokenizer())
+UNMADE = "no model can be made of config.json"
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "output layer": (add_output_layer, "lm_head.weight differs from model.embed_tokens.weight"),
-    "layers": (
-        lambda folder: configure(folder, num_hidden_layers=1, layer_types=["full_attention"]),
-        "config.json says num_hidden_layers: 1, the file has 2",
-    ),
-    "quantised": (
-        lambda folder: configure(folder, quantization_config={"quant_method": "awq"}),
-        "quantization_config in its config.json (awq)",
-    ),
-    "token": (add_token, "1 of the tokenizer's"),
-    "configuration": (lambda folder: configure(folder, num_hidden_layers=1), "(1) must be equal to the number of"),
-    "activation": (lambda folder: configure(folder, hidden_act="swishy"), "no model can be made of config.json"),
-    "rotary positions": (
-        lambda folder: configure(folder, rope_parameters={"rope_type": "spiral", "factor": 2.0}),
-        "no model can be made of config.json",
-    ),
-    "generation": (lambda folder: void((folder / "generation_config.json").write_text("[1]")), "it holds [1]"),
-    "tokenizer": (
-        lambda folder: void((folder / "tokenizer.json").write_text("{}")),
-        "its tokenizer cannot be read (KeyError: 'added_tokens')",
-    ),
-    "index": (
-        lambda folder: void((folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": 3}}))),
-        "weight_map.lm_head.weight: got 3, expected the name of a file",
-    ),
-    "format": (
-        lambda folder: void((folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
-        "no model.safetensors in it, and no model.safetensors.index.json, but pytorch_model.bin;",
-    ),
-    "end": (
-        lambda folder: configure(folder, "generation_config.json", eos_token_id=[1, 999]),
-        "generation_config.json: eos_token_id: got [1, 999], expected below vocab_size",
-    ),
-}
+    "layers": (configured(num_hidden_layers=1, layer_types=["full_attention"]),
+        "config.json says num_hidden_layers: 1, the file has 2"),
+    "quantised": (configured(quantization_config={"quant_method": "awq"}),
+        "quantization_config in its config.json (awq)"),
+    "token": (add_token, f"beyond the model's vocabulary (vocab_size {ROWS}): '<|new|>' ({ROWS});"),
+    "configuration": (configured(num_hidden_layers=1), "(1) must be equal to the number of"),
+    "activation": (configured(hidden_act="swishy"), UNMADE),
+    "rotary positions": (configured(rope_parameters={"rope_type": "spiral", "factor": 2.0}), UNMADE),
+    "generation": (written("generation_config.json", "[1]"), "it holds [1]"),
+    "tokenizer": (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError: 'added_tokens')"),
+    "index": (written(INDEX, json.dumps({"weight_map": {"lm_head.weight": 3}})),
+        "weight_map.lm_head.weight: got 3, expected the name of a file"),
+    "format": (lambda folder: void((folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
+        "no model.safetensors in it, and no model.safetensors.index.json, but pytorch_model.bin;"),
+    "end": (configured("generation_config.json", eos_token_id=[1, 999]),
+        "generation_config.json: eos_token_id: got [1, 999], expected below vocab_size"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
@@ -135,12 +133,6 @@ def test_what_does_not_fit_is_named(folder, name):
     change, reason = WRONG[name]
     change(folder)
     assert reason in problems(folder)["pretrain"]
-
-
-def test_the_tokens_without_a_row_are_named_with_their_ids(folder):
-    add_token(folder)
-    rows = len(make_tokenizer())
-    assert f"beyond the model's vocabulary (vocab_size {rows}): '<|new|>' ({rows});" in problems(folder)["pretrain"]
 
 
 def test_a_teacher_has_a_row_for_each_token_of_the_policy(folder):
@@ -211,8 +203,7 @@ def test_an_adapter_to_start_from_has_the_matrices_that_are_trained(folder, adap
 def test_an_adapter_of_another_model_is_told(folder, adapter):
     args = {"lora_target": "q_proj,v_proj", "lora_rank": 2, "lora_alpha": 4, "adapter_name_or_path": str(adapter)}
     assert describe_adapter(validate(SFTConfig, settings(folder, "fsdp2_train", **args))) == []
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/other"}))
+    configure(adapter, "adapter_config.json", base_model_name_or_path="org/other")
     (line,) = describe_adapter(validate(SFTConfig, settings(folder, "fsdp2_train", **args)))
     assert f"the adapter was made for org/other, pretrain is {folder}" in line
 
@@ -230,21 +221,11 @@ NAMES = [f"layers.0.{layer}.lora_A.weight" for layer in ("q_proj", "down_proj")]
 
 @pytest.fixture
 def adapter_problems(tmp_path: Path) -> Any:
-    def find(strategy: str, **model_args: Any) -> dict[str, str]:
-        data = {"file_name": str(tmp_path / "pairs.jsonl"), "prompt": "prompt"}
-        (tmp_path / "pairs.jsonl").write_text("")
-        section = {
-            "model_args": {"dtype": "fp32", "lora_target": "q_proj,down_proj", **model_args},
-            "data_args": data,
-            "strategy_args": {"strategy_name": strategy},
-            "device_mapping": [0],
-        }
-        values = {"exp_name": "run", "max_steps": 1, "pretrain": "tiny", "actor_train": section}
-        try:
-            validate(RewardTrainingConfig, values, CHECKS[RewardTrainingConfig])
-        except ConfigErrors as errors:
-            return {problem.path: f"{problem.expected} {problem.hint}" for problem in errors.problems}
-        return {}
+    """What is wrong with an adapter of a reward model."""
+
+    def find(strategy: str = "fsdp2_train", **model_args: Any) -> dict[str, str]:
+        values = settings(tmp_path / "none", strategy, lora_target="q_proj,down_proj", **model_args)
+        return told(RewardTrainingConfig, values | {"pretrain": "tiny"})
 
     return find
 
@@ -256,18 +237,14 @@ def test_an_adapter_is_trained(adapter_problems, strategy):
 
 def test_an_adapter_of_a_language_model_or_one_that_adds_otherwise_is_no_start(adapter_problems, tmp_path):
     key, spec = f"{KEY}.adapter_name_or_path", LoraSpec(8, 16, ("q_proj", "down_proj"))
-    write_adapter_config(tmp_path, spec, "base", NAMES, scores=True)
-    assert adapter_problems("fsdp2_train", adapter_name_or_path=str(tmp_path)) == {}
     write_adapter_config(tmp_path, spec, "base", NAMES)
-    assert (
-        "task_type SEQ_CLS task_type: CAUSAL_LM in"
-        in adapter_problems("fsdp2_train", adapter_name_or_path=str(tmp_path))[key]
-    )
-    write_adapter_config(tmp_path, LoraSpec(8, 16, ("q_proj", "down_proj")), "base", NAMES, scores=True)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
-    found = adapter_problems("fsdp2_train", adapter_name_or_path=str(tmp_path))
-    assert found == {f"{KEY}.adapter_name_or_path": "an adapter without it use_rslora is True in adapter_config.json"}
+    found = adapter_problems(adapter_name_or_path=str(tmp_path))
+    assert "task_type SEQ_CLS task_type: CAUSAL_LM in" in found[key]
+    write_adapter_config(tmp_path, spec, "base", NAMES, scores=True)
+    assert adapter_problems(adapter_name_or_path=str(tmp_path)) == {}
+    configure(tmp_path, "adapter_config.json", use_rslora=True)
+    found = adapter_problems(adapter_name_or_path=str(tmp_path))
+    assert found == {key: "an adapter without it use_rslora is True in adapter_config.json"}
 
 
 @pytest.mark.parametrize(("generator", "lora"), [("vllm", ""), ("sglang", ""), ("hf_infer", ""), ("vllm", "q_proj")])

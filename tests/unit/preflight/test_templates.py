@@ -71,33 +71,18 @@ MORE = "; roll template check shows more"
     [
         ("qwen2_5", "auto", ["append-only, speaks the tool dialect hermes"]),
         ("glm4_5", "auto", [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}"]),
-        (
-            "glm4_5",
-            "hermes",
-            [
-                f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
-                "warning: tools.dialect: got hermes, expected glm, the dialect of the chat template",
-            ],
-        ),
-        (
-            "mistral_nemo",
-            "mistral",
-            [
-                "rewrites the history of answers, tool calls, answers after tools, drops-system, "
-                f"drops-words-before-calls, speaks the tool dialect mistral{MORE}"
-            ],
-        ),
+        ("glm4_5", "hermes",
+         [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
+          "warning: tools.dialect: got hermes, expected glm, the dialect of the chat template"]),
+        ("mistral_nemo", "mistral",
+         ["rewrites the history of answers, tool calls, answers after tools, drops-system, "
+          f"drops-words-before-calls, speaks the tool dialect mistral{MORE}"]),
         ("gemma3", "hermes", ["append-only, speaks the tool dialect hermes"]),
-        (
-            "gemma3",
-            "glm",
-            [
-                "append-only, speaks the tool dialect hermes",
-                "warning: tools.dialect: got glm, expected hermes, the dialect of the chat template",
-            ],
-        ),
+        ("gemma3", "glm",
+         ["append-only, speaks the tool dialect hermes",
+          "warning: tools.dialect: got glm, expected hermes, the dialect of the chat template"]),
     ],
-)
+)  # fmt: skip
 def test_runs_with_tools_say_what_their_template_does(family, dialect, lines, tmp_path):
     told = describe_template(with_tools(tmp_path, family, f"tools.dialect={dialect}"))
     assert [line.removeprefix("chat template: ") for line in told] == lines

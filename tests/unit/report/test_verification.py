@@ -83,10 +83,7 @@ def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tm
     assert found.unchecked["trainer"] == ["actor/loss"] and "time/eval" in found.unchecked["measured"]
     for name in found.checked:
         at = 0 if name.startswith("eval/") else 2
-        write(
-            folder,
-            [line | ({name: line[name] + 1e-3} if step == at else {}) for step, line in enumerate(lines)],
-        )
+        write(folder, [line | ({name: line[name] + 1e-3} if step == at else {}) for step, line in enumerate(lines)])
         (wrong,) = verify(folder, config).wrong
         assert (wrong.step, wrong.metric, wrong.counted) == (at, name, pytest.approx(lines[at][name]))
 
@@ -95,19 +92,11 @@ def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tm
 def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scored: str) -> None:
     """One optimizer step: the policy's figures by their formulas in float64, and each that is perturbed is found."""
     rng = np.random.default_rng(2)
-    config = CONFIG.model_copy(
-        update={
-            "rollout_batch_size": 3,
-            "loss_agg_mode": "token-mean",
-            "use_kl_loss": True,
-            "kl_loss_coef": 0.1,
-            "kl_loss_penalty": "k3",
-            "rollout_dump_dir": str(tmp_path),
-            "actor_train": WorkerConfig(
-                model_args={"dtype": "fp32"}, training_args={"per_device_train_batch_size": 12}, device_mapping=[0]
-            ),
-        }
-    )
+    batch_of_12 = {"training_args": {"per_device_train_batch_size": 12}, "device_mapping": [0]}
+    changes = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": "k3", "loss_agg_mode": "token-mean"}
+    changes |= {"rollout_batch_size": 3, "rollout_dump_dir": str(tmp_path)}
+    worker = WorkerConfig(model_args={"dtype": "fp32"}, **batch_of_12)
+    config = CONFIG.model_copy(update={**changes, "actor_train": worker})
     collected = Collected([group(number, rng) for number in range(1, 4)], [])
     write_rollouts(str(tmp_path), 1, collected)
     batch = groups_to_batch(collected.groups, ["a"])

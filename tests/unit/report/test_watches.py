@@ -44,64 +44,34 @@ STALLS = {"rollout/reward": flat(0.3), "rollout/success": flat(0.3)}
 HACKS = {"rollout/reward": ramp(0.2, 0.8), "rollout/success": flat(0.2)}
 HELD_OUT = {"eval/prompts": [500.0] * STEPS}
 FALLING = evaluations(0.4, 0.5, 0.5, 0.2, 0.2, 0.2)
+TOKENS, ENTROPY, LOSE = "rollout/response_tokens", "actor/entropy", "rollout/no_spread"
+LONGER, FALLS = {TOKENS: ramp(100, 400)}, {ENTROPY: ramp(1.0, 0.05, end=30)}
+HOST, FREE = "memory/host_gb", "memory/host_free_gb"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "entropy_collapse": (
-        STALLS | {"actor/entropy": ramp(1.0, 0.05, end=30)},
-        SOLVES | {"actor/entropy": ramp(1.0, 0.05, end=30)},
-        "from 0.93",
-    ),
-    "held_out_falls": (
-        SOLVES | HELD_OUT | {"eval/success": FALLING},
-        STALLS | HELD_OUT | {"eval/success": FALLING},
-        "from 50.0% (step 20) to 20.0% and 20.0%",
-    ),
-    "evaluation_falls": (
-        STALLS | HELD_OUT | {"eval/success": FALLING},
-        STALLS | HELD_OUT | {"eval/success": evaluations(0.4, 0.5, 0.45, 0.2, 0.48, 0.43)},
-        "checkpoint after step 20",
-    ),
-    "length_gains": (
-        HACKS | {"rollout/response_tokens": ramp(100, 400)},
-        SOLVES | {"rollout/response_tokens": ramp(100, 400)},
-        "success did not (20.0%)",
-    ),
-    "format_gains": (
-        HACKS | {"rollout/valid_rate": ramp(0.2, 0.9)},
-        SOLVES | {"rollout/valid_rate": ramp(0.2, 0.9)},
-        "only the form is learned",
-    ),
-    "repetition": (
-        {"rollout/repetition": ramp(0.05, 0.9)},
-        {"rollout/repetition": ramp(0.3, 0.5)},
-        "repeats itself (8% at the start)",
-    ),
+    "entropy_collapse": (STALLS | FALLS, SOLVES | FALLS, "from 0.93"),
+    "held_out_falls": (SOLVES | HELD_OUT | {"eval/success": FALLING}, STALLS | HELD_OUT | {"eval/success": FALLING},
+        "from 50.0% (step 20) to 20.0% and 20.0%"),
+    "evaluation_falls": (STALLS | HELD_OUT | {"eval/success": FALLING},
+        STALLS | HELD_OUT | {"eval/success": evaluations(0.4, 0.5, 0.45, 0.2, 0.48, 0.43)}, "checkpoint after step 20"),
+    "length_gains": (HACKS | LONGER, SOLVES | LONGER, "success did not (20.0%)"),
+    "format_gains": (HACKS | {"rollout/valid_rate": ramp(0.2, 0.9)}, SOLVES | {"rollout/valid_rate": ramp(0.2, 0.9)},
+        "only the form is learned"),
+    "repetition": ({"rollout/repetition": ramp(0.05, 0.9)}, {"rollout/repetition": ramp(0.3, 0.5)},
+        "repeats itself (8% at the start)"),
     "kl_blow_up": ({"reward/kl": ramp(0.0, 3.0)}, {"reward/kl": ramp(0.0, 0.5)}, "2.9 nats a token (reward/kl"),
-    "ratio_tails": (
-        {"async/truncated_0": flat(0.0), "async/truncated_2": flat(0.4)},
+    "ratio_tails": ({"async/truncated_0": flat(0.0), "async/truncated_2": flat(0.4)},
         {"async/truncated_0": flat(0.0), "async/log_ratio_mean_2": flat(0.1)},
-        "40% of the tokens that are 2 steps old are truncated",
-    ),
-    "dead_groups": (
-        STALLS | {"rollout/no_spread": flat(0.9), "rollout/all_wrong": flat(0.6), "rollout/all_right": flat(0.3)},
-        {"rollout/success": flat(0.99), "rollout/no_spread": flat(0.9)},
-        "30% all right, 60% all wrong",
-    ),
-    "duplicate_prompts": (
-        {"rollout/duplicate_prompts": flat(0.5)},
-        {"rollout/duplicate_prompts": flat(0.1)},
-        "50% of a step's prompts",
-    ),
-    "exploding_lengths": (
-        {"rollout/response_tokens": ramp(100, 400), "rollout/cut_off": ramp(0.0, 0.5)},
-        {"rollout/response_tokens": ramp(100, 400), "rollout/cut_off": flat(0.0)},
-        "from 110 to 385 tokens, and 48% of them are cut off",
-    ),
-    "host_memory_grows": (
-        {"memory/host_gb": ramp(4.0, 8.0), "memory/host_free_gb": ramp(9.0, 5.0)},
-        {"memory/host_gb": ramp(4.0, 8.0, end=10), "memory/host_free_gb": ramp(9.0, 5.0, end=10)},
-        "67 MB a step (4.0 → 7.9 GB in 60 steps); 5.1 GB are free, which ends at about step 136 of 1000",
-    ),
-}
+        "40% of the tokens that are 2 steps old are truncated"),
+    "dead_groups": (STALLS | {LOSE: flat(0.9), "rollout/all_wrong": flat(0.6), "rollout/all_right": flat(0.3)},
+        {"rollout/success": flat(0.99), LOSE: flat(0.9)}, "30% all right, 60% all wrong"),
+    "duplicate_prompts": ({"rollout/duplicate_prompts": flat(0.5)}, {"rollout/duplicate_prompts": flat(0.1)},
+        "50% of a step's prompts"),
+    "exploding_lengths": (LONGER | {"rollout/cut_off": ramp(0.0, 0.5)}, LONGER | {"rollout/cut_off": flat(0.0)},
+        "from 110 to 385 tokens, and 48% of them are cut off"),
+    "host_memory_grows": ({HOST: ramp(4.0, 8.0), FREE: ramp(9.0, 5.0)},
+        {HOST: ramp(4.0, 8.0, end=10), FREE: ramp(9.0, 5.0, end=10)},
+        "67 MB a step (4.0 → 7.9 GB in 60 steps); 5.1 GB are free, which ends at about step 136 of 1000"),
+}  # fmt: skip
 
 
 def made(series: dict[str, Any]) -> RunRecord:

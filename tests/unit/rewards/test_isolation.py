@@ -15,9 +15,7 @@ from roll.configs.rewards import RewardConfig
 from roll.extras.maths.verifier import MathVerifier
 from roll.rewards import VERIFIERS, RewardError, RewardResult, RuleVerifier, Sample
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
-from roll.rewards.rules import FormatConfig, FormatVerifier
 from roll.rewards.scorer import DomainScorer
-from roll.rewards.types import OverBudgetError
 from tests.support.echo import Echo
 
 
@@ -52,26 +50,16 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def test_samples_and_verdicts_cross_unchanged():
+async def test_samples_and_verdicts_cross_unchanged_and_bounded():
     texts = ["", "\n\r\x00\x1b", "答案 😀", "\ud800", '"}\n{"', "x" * 3_000_000]
-
-    async def run():
-        async with pool_of() as pool:
-            await pool.start()
-            full = sample("hi", num_tokens=7, truncated=True, messages=({"role": "user", "content": "?"},))
-            first = await pool.check(0, full, 10)
-            return first, [await pool.check(0, sample(text), 10) for text in texts], pool.pids
-
-    first, verdicts, pids = asyncio.run(run())
-    assert first == RewardResult(float(pids[0]), True, "hi", {"tokens": 7.0})
-    assert [verdict.answer for verdict in verdicts] == [text[:MAX_ANSWER_CHARS] for text in texts]
-
-
-async def test_texts_of_a_verdict_travel_bounded():
     async with pool_of() as pool:
-        assert await pool.check(0, sample("notes x"), 10) == RewardResult(
-            1.0, True, notes={"why": "x" * MAX_ANSWER_CHARS}, seeks_answer=False
-        )
+        await pool.start()
+        full = sample("hi", num_tokens=7, truncated=True, messages=({"role": "user", "content": "?"},))
+        assert await pool.check(0, full, 10) == RewardResult(float(pool.pids[0]), True, "hi", {"tokens": 7.0})
+        for text in texts:
+            assert (await pool.check(0, sample(text), 10)).answer == text[:MAX_ANSWER_CHARS]
+        noted = RewardResult(1.0, True, notes={"why": "x" * MAX_ANSWER_CHARS}, seeks_answer=False)
+        assert await pool.check(0, sample("notes x"), 10) == noted
 
 
 def test_a_slow_expression_is_killed_and_the_others_go_on():
@@ -95,13 +83,6 @@ def test_a_slow_expression_is_killed_and_the_others_go_on():
     assert 1.0 <= seconds < 3.0
     assert len(both) == 2 and both == after and len(after & before) == 1
     assert all(gone(pid) for pid in before)
-
-
-async def test_a_format_that_backtracks_without_end_is_over_budget():
-    async with pool_of(FormatVerifier, **FormatConfig(pattern=r"(a|a)*b").model_dump()) as pool:
-        with pytest.raises(OverBudgetError, match=r"took more than 0.125 s of CPU time"):
-            await pool.check(0, sample("a" * 60), 0.5)
-        assert (await pool.check(0, sample("aab"), 5)).correct
 
 
 async def test_a_mathematical_bomb_is_answered():
@@ -134,24 +115,16 @@ async def test_a_check_that_goes_wrong_is_an_error_and_the_next_one_works(respon
         assert (await pool.check(0, sample("hi"), 10)).answer == "hi"
 
 
-def test_a_killed_child_is_replaced():
-    async def run():
-        async with pool_of(num_processes=1) as pool:
-            await pool.start()
-            [pid] = pool.pids
-            os.kill(pid, signal.SIGKILL)
-            task = asyncio.create_task(pool.check(0, sample("sleep 20"), 30))
-            try:
-                await task
-            except RewardError as error:
-                assert "SIGKILL" in str(error)  # it was not yet known to be dead
-            verdict = await pool.check(0, sample("hi"), 10)
-            assert verdict.score != pid
-
-    async def quick():
-        await asyncio.wait_for(run(), 60)
-
-    asyncio.run(quick())
+async def test_a_killed_child_is_replaced():
+    async with pool_of() as pool, asyncio.timeout(60):
+        await pool.start()
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        try:
+            await pool.check(0, sample("sleep 20"), 30)
+        except RewardError as error:
+            assert "SIGKILL" in str(error)  # it was not yet known to be dead
+        assert (await pool.check(0, sample("hi"), 10)).score != pid
 
 
 async def test_what_a_check_prints_and_reads_is_not_the_protocol(capfd):

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from roll.models.tiny import make_tokenizer
-from roll.rewards import VERIFIERS
 from roll.rewards.classifiers import Padding, RewardModelConfig, load_classifier, logits_of
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import RewardError, RewardResult, Sample
@@ -472,10 +471,6 @@ def test_auto_takes_the_gpu(qwen):
     assert verifier.classifier.model.device.type == "cuda"
     expected = [verdict.score for verdict in score_all(qwen)]
     assert [verdict.score for verdict in score_all(qwen, device="cuda")] == pytest.approx(expected, abs=1e-3)
-
-
-def test_it_is_registered():
-    assert VERIFIERS.get("reward_model") is RewardModelVerifier
 
 
 __all__ = ["llama", "qwen"]  # fixtures

@@ -18,7 +18,7 @@ from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifi
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier, last_number, number_text
 from roll.extras.maths.verifier import MathConfig, MathVerifier
 from roll.extras.worlds.single_turn import SCORERS, mathematical, same_words
-from roll.rewards import VERIFIERS, RewardError, RewardResult, Sample
+from roll.rewards import RewardError, RewardResult, Sample
 from roll.rewards.answers import last_boxed
 from roll.rewards.custom import CustomConfig, CustomVerifier
 from roll.rewards.rules import (
@@ -41,12 +41,6 @@ def sample(response: str, ground_truth: object = None, **values: object) -> Samp
 @pytest.fixture(scope="module")
 def maths() -> MathVerifier:
     return MathVerifier(MathConfig())
-
-
-def test_names_lead_to_the_verifiers():
-    assert VERIFIERS.get("math") is MathVerifier and VERIFIERS.get("gsm8k") is FinalAnswerVerifier
-    assert VERIFIERS.get("multiple_choice") is MultipleChoiceVerifier and VERIFIERS.get("format") is FormatVerifier
-    assert VERIFIERS.get("custom") is CustomVerifier
 
 
 # --- math -------------------------------------------------------------------------------------------------------------
@@ -407,22 +401,8 @@ def test_functions_are_looked_at_before_the_run(values, message):
 
 def test_any_text_is_judged_without_an_exception(maths):
     rng = random.Random(0)
-    pieces = [
-        "\\boxed{",
-        "}",
-        "$",
-        "1/2",
-        "x^2",
-        "<answer>",
-        "</answer>",
-        "#### ",
-        "7",
-        "(B)",
-        "Answer: ",
-        "\\frac",
-        " ",
-        "答",
-    ]
+    tags = [r"\boxed{", "}", "$", "<answer>", "</answer>", "#### ", "Answer: "]
+    pieces = [*tags, "1/2", "x^2", "7", "(B)", r"\frac", " ", "答"]
     verifiers = [
         (maths, "5"),
         (FinalAnswerVerifier(FinalAnswerConfig(method="flexible")), "5"),
@@ -489,10 +469,6 @@ def response_sample(response: str, constraints: object = None, **extra: object) 
 
 def verify(response: str, *constraints: dict, **config: object) -> RewardResult:
     return InstructionVerifier(InstructionConfig(**config)).check(response_sample(response, list(constraints)))
-
-
-def test_the_name_leads_to_the_verifier():
-    assert VERIFIERS.get("instruction") is InstructionVerifier
 
 
 CASES = [
@@ -683,27 +659,12 @@ def test_rows_that_cannot_be_scored_are_told_with_their_place(tag, truth, reason
 
 
 def test_references_that_can_be_reached_pass():
-    truths = [
-        "5",
-        5,
-        0.5,
-        r"\frac{1}{2}",
-        "x^2+1",
-        "blue",
-        r"so it is $\boxed{3}$",
-        r"\{1, 2\}",
-        "(0,1)",
-        "5 cm",
-        "HTH",
-        "7/8",
-    ]
-    rows = [("maths", truth) for truth in truths] + [("boxed", truth) for truth in truths]
-    rows += [("sums", truth) for truth in ("18", "9*2 = 18\n#### 18", 18, "$1,000.50")] + [
-        ("choices", "(B)"),
-        ("choices", "b"),
-    ]
-    rows += [("programs", '["assert f(1) == 2"]'), ("own", float("nan")), ("form", float("nan"))]
-    assert problems(rows) == {}
+    truths = ["5", 5, 0.5, r"\frac{1}{2}", "x^2+1", "blue", r"so it is $\boxed{3}$"]
+    truths += [r"\{1, 2\}", "(0,1)", "5 cm", "HTH", "7/8"]
+    rows = [(domain, truth) for domain in ("maths", "boxed") for truth in truths]
+    rows += [("sums", truth) for truth in ("18", "9*2 = 18\n#### 18", 18, "$1,000.50")]
+    rows += [("choices", "(B)"), ("choices", "b"), ("programs", '["assert f(1) == 2"]')]
+    assert problems([*rows, ("own", float("nan")), ("form", float("nan"))]) == {}
 
 
 def test_a_reference_that_costs_too_much_is_a_problem_of_its_row(monkeypatch):

@@ -93,49 +93,29 @@ def world_of(chosen: dict) -> World:
     return World(admission, random.Random(chosen["seed"]), **others)
 
 
-@examples(300)
-@given(worlds)
-def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_the_window(chosen):
-    world = world_of(chosen)
-    admission = world.admission
-    batch, ahead, window = admission.batch_size, admission.ahead, admission.window
-    first_start: dict[int, int] = {}
-    for step in range(1, 16):
-        unfinished = set(admission.running) | set(admission.again)
-        taken = world.step(step, beside=20)
-        assert admission.next_draw <= step * batch + ahead + len(world.rejected), "the rule of the design"
-        assert taken == tuple(sorted(taken)) and len(taken) == batch
-        for draw in taken:
-            first_start.setdefault(draw, world.opened[draw])
-            assert step - world.opened[draw] <= math.ceil((ahead + window - 1) / batch)
-        for draw in unfinished & (admission.running | set(admission.again)):  # under way all along
-            assert sum(other > draw for other in world.trained) <= window - 1
-    used = set(world.trained) | world.rejected
-    waiting = admission.running | admission.ready | set(admission.again)
-    assert used | waiting == set(range(admission.next_draw)) and not used & waiting
-    assert admission.counts() == {
-        "trained": len(world.trained),
-        "settled": len(world.rejected),
-        "waiting": len(waiting),
-    }
-
-
-@examples(200)
-@given(worlds, st.sampled_from([0.05, 0.3]))
-def test_after_batches_that_fell_short_the_lag_is_bounded_and_nothing_is_lost(chosen, giving_up):
-    world = world_of(chosen | {"losing": 0.0})
+@examples(400)
+@given(worlds, st.sampled_from([0.0, 0.0, 0.05, 0.3]))
+def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_the_window(chosen, giving_up):
+    """Also where batches fall short; then nothing is lost on the way, which would be missing at the end."""
+    world = world_of(chosen | ({"losing": 0.0} if giving_up else {}))
     world.giving_up = giving_up
     admission = world.admission
     batch, ahead, window = admission.batch_size, admission.ahead, admission.window
     for step in range(1, 16):
+        unfinished = set(admission.running) | set(admission.again)
         taken = world.step(step, beside=20)
+        assert admission.next_draw <= step * batch + ahead + len(world.rejected), "the rule of the design"
+        assert taken == tuple(sorted(taken)) and (len(taken) == batch or giving_up)
         assert len(taken) <= batch and admission.fell_short == (len(taken) < batch)
-        assert admission.next_draw <= step * batch + ahead + len(world.rejected)
         assert all(step - world.opened[draw] <= math.ceil((ahead + window - 1) / batch) for draw in taken)
+        if not giving_up:
+            for draw in unfinished & (admission.running | set(admission.again)):  # under way all along
+                assert sum(other > draw for other in world.trained) <= window - 1
     used = set(world.trained) | world.rejected
     waiting = admission.running | admission.ready | set(admission.again)
     assert used | waiting == set(range(admission.next_draw)) and not used & waiting
-    assert admission.counts()["trained"] == len(world.trained)
+    counts = {"trained": len(world.trained), "settled": len(world.rejected), "waiting": len(waiting)}
+    assert admission.counts() == counts
 
 
 @given(st.integers(1, 8), st.integers(1, 10), st.booleans(), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.5, 1]))
@@ -250,22 +230,6 @@ def test_what_was_discarded_is_played_again_before_others():
     assert [admission.start() for _ in range(2)] == [0, 3]
     admission.finish(0)
     assert admission.take() == (0, 1)
-
-
-def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window():
-    def ready(window: int) -> Admission:
-        admission = Admission(2, ahead=2, window=window)
-        admission.open(1)
-        for _ in range(4):
-            admission.start()
-        for draw in (1, 2, 3):
-            admission.finish(draw)
-        return admission
-
-    assert ready(1).take() is None
-    assert ready(2).take() is None, "only draw 1 is near enough to draw 0"
-    assert ready(3).take() == (1, 2)
-    assert not ready(1).may_start
 
 
 @examples(200)

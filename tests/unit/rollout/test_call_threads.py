@@ -3,19 +3,12 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from roll.rollout.call_threads import PATIENCE_S, QUICK_S, CallThreads, CallTimeoutError, Mailbox
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    gate = threading.Event()
-    yield gate
-    gate.set()
+from tests.unit.rollout.conftest import wait_until
 
 
 def nothing() -> None: ...
@@ -24,14 +17,6 @@ def nothing() -> None: ...
 def mailboxes(number: int, **options: Any) -> tuple[CallThreads, list[Mailbox]]:
     threads = CallThreads()
     return threads, [threads.mailbox(**options) for _ in range(number)]
-
-
-def wait_until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never happened")
 
 
 async def test_quick_calls_of_many_environments_share_a_few_threads():
@@ -175,11 +160,12 @@ async def test_an_environment_with_its_own_thread_stays_in_it():
     assert all(idents[:3] == rounds[0][:3] for idents in rounds)
 
 
-def test_the_threads_end_with_the_last_environment():
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_the_threads_end_with_the_last_environment(own_thread):
     before = threading.active_count()
 
     async def play() -> CallThreads:
-        threads, boxes = mailboxes(30)
+        threads, boxes = mailboxes(30, own_thread=own_thread)
         await asyncio.gather(*(box.run("step", lambda: time.sleep(3 * PATIENCE_S), 5) for box in boxes))
         assert threading.active_count() > before + 3
         for box in boxes:
@@ -190,7 +176,7 @@ def test_the_threads_end_with_the_last_environment():
     wait_until(lambda: threading.active_count() <= before)
 
     async def again() -> int:
-        box = threads.mailbox()
+        box = threads.mailbox(own_thread=own_thread)
         ident = await box.run("step", threading.get_ident, 5)
         box.close(nothing)
         return ident

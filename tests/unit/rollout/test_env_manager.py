@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from roll.agentic.env import make
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
@@ -23,7 +23,6 @@ from roll.rollout.env_manager import (
     EpisodeAbortedError,
     EpisodeSpec,
     LengthLimits,
-    StepEnvManager,
     TrajEnvManager,
 )
 from roll.rollout.env_runner import EnvRunner, checked_frame
@@ -31,6 +30,7 @@ from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
 from roll.rollout.plans import GroupPlan
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from tests.support.steps import usual_step
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -54,17 +54,10 @@ class EchoEnv(TextEnv):
         if action == "crash":
             raise ZeroDivisionError
         valid = action != "bad"
-        return step_result(
-            f"{action} {self.num_steps}",
-            task_reward=float(self.num_steps),
-            penalty=0.0 if valid else -0.5,
-            terminated=action == "win",
-            truncated=action == "late",
-            action=action if valid else None,
-            action_is_effective=valid,
-            success=action == "win",
-            state_key=f"after {self.num_steps}",
-        )
+        pays = {"task_reward": float(self.num_steps), "penalty": 0.0 if valid else -0.5, "action_is_effective": valid}
+        ends = {"terminated": action == "win", "success": action == "win", "truncated": action == "late"}
+        said, key = f"{action} {self.num_steps}", f"after {self.num_steps}"
+        return usual_step(said, action if valid else None, key, **pays, **ends)
 
 
 class BareEnv(TextEnv):
@@ -236,27 +229,16 @@ def test_step_mode_repeats_the_last_turns_in_words(history_length, expected):
 
 @MODES
 def test_placeholders_are_filled_at_every_turn(mode):
-    trajectory = play(
-        manager(
-            mode,
-            max_steps=3,
-            agent_system_template="{env_instruction} Turns: {max_turns}.",
-            agent_template="{turn}/{max_turns}, {turns_left} left: {observation} {unknown} {} {env_instruction}",
-        ),
-        Policy("a", "b", "c"),
-    )
+    shown_each_turn = "{turn}/{max_turns}, {turns_left} left: {observation} {unknown} {} {env_instruction}"
+    second_names = "{turn_idx} of {actions_left}, {max_response_length} tokens"
+    system, template = "{env_instruction} Turns: {max_turns}.", f"{shown_each_turn} {second_names}"
+    config = {"max_steps": 3, "max_tokens_per_step": 3, "agent_system_template": system, "agent_template": template}
+    trajectory = play(manager(mode, **config), Policy("a", "b", "c"))
     for number, (turn, observation) in enumerate(zip(trajectory.turns, ["seed 9", "a 1", "b 2"], strict=True), 1):
         text = shown(turn)
-        user = f"user\n{number}/3, {4 - number} left: {observation} {{unknown}} {{}} Repeat after me.<|im_end|>"
+        filled = f"{number}/3, {4 - number} left: {observation} {{unknown}} {{}} Repeat after me."
         assert text.count("<|im_start|>system\nRepeat after me. Turns: 3.<|im_end|>") == 1
-        assert text.endswith(f"{user}\n<|im_start|>assistant\n")
-
-
-@MODES
-def test_placeholders_have_a_second_name_and_the_length_of_an_answer(mode):
-    template = "{turn_idx} of {actions_left}, {max_response_length} tokens"
-    trajectory = play(manager(mode, max_steps=2, agent_template=template, max_tokens_per_step=3), Policy("a", "b"))
-    assert [f"{turn} of {3 - turn}, 3 tokens" in shown(trajectory.turns[turn - 1]) for turn in (1, 2)] == [True, True]
+        assert text.endswith(f"user\n{filled} {number} of {4 - number}, 3 tokens<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_placeholders_of_history():
@@ -432,8 +414,3 @@ def test_equal_specs_give_equal_episodes_in_a_real_environment(mode):
     assert expert.success
     assert expert.end is EpisodeEnd.TERMINATED
     assert all(len(turn.completion.token_ids) == 4 for turn in expert.turns)
-
-
-def test_managers_have_names():
-    assert ENV_MANAGERS.get("step") is StepEnvManager
-    assert ENV_MANAGERS.get("traj") is TrajEnvManager

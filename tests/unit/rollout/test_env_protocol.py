@@ -14,7 +14,6 @@ from roll.agentic.env import TextEnv
 from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tiny_model
 from roll.pipeline.rollouts import write_trajectories
 from roll.report.render import render_index, save_renders
 from roll.rollout.env_manager import LengthLimits
@@ -130,13 +129,6 @@ class Engine:
             FinishReason.STOP,
             np.zeros(len(self.ids), np.int64),
         )
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1)
-    return str(path)
 
 
 @pytest.fixture

@@ -3,18 +3,19 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import roll.agentic.env as envs
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.extras.worlds.gym_adapter import GymnasiumEnv
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_runner import EnvRunner, OneAtATime
 from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError
+from tests.support.steps import usual_step
+from tests.unit.rollout.conftest import wait_until
 
 
 class OddEnv(TextEnv):
@@ -39,17 +40,7 @@ class OddEnv(TextEnv):
             return "one", 0.0  # type: ignore[return-value]
         if action in ERRORS:
             raise ERRORS[action]
-        return step_result(
-            action,
-            task_reward=1.0,
-            penalty=-0.25,
-            terminated=False,
-            truncated=True,
-            action=action,
-            action_is_effective=True,
-            success=True,
-            state_key=action,
-        )
+        return usual_step(action, action, action, task_reward=1.0, penalty=-0.25, truncated=True)
 
     def close(self) -> None:
         self.closed = True
@@ -74,27 +65,18 @@ ERRORS: dict[str, BaseException] = {
 }
 
 
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    gate = threading.Event()
-    yield gate
-    gate.set()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never happened")
-
-
 @pytest.mark.parametrize("own_thread", [False, True])
 def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_thread):
-    async def play() -> OddEnv:
-        runner = EnvRunner(lambda: built[0], timeout=5, own_thread=own_thread)
-        built.append(await asyncio.to_thread(OddEnv))
-        built[0].threads.clear()
+    """From the construction on, which happens once, at the first call."""
+    built: list[OddEnv] = []
+
+    def make() -> OddEnv:
+        built.append(OddEnv())
+        return built[-1]
+
+    async def play() -> None:
+        runner = EnvRunner(make, timeout=5, own_thread=own_thread)
+        assert built == []
         observation, info = await runner.reset(7)
         assert (observation, info) == ("seed 7", {"state_key": "7", "env_instruction": "Be odd."})
         observation, reward, terminated, truncated, info = await runner.step("left")
@@ -103,28 +85,12 @@ def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_
         assert info["env_instruction"] == "Be odd."  # prompts of later turns are filled from the last info
         assert await runner.call("peek", lambda env: env.env_instruction) == "Be odd."
         runner.close()
-        return built[0]
 
-    built: list[OddEnv] = []
-    env = asyncio.run(play())
+    asyncio.run(play())
+    (env,) = built
     assert len(set(env.threads)) == 1 or not own_thread
     assert threading.get_ident() not in env.threads
     wait_until(lambda: env.closed)
-
-
-async def test_the_environment_is_built_where_it_is_played_and_once():
-    built: list[int] = []
-
-    def make() -> OddEnv:
-        built.append(threading.get_ident())
-        return OddEnv()
-
-    runner = EnvRunner(make, timeout=5, own_thread=True)
-    assert built == []
-    threads = [await runner.call("peek", lambda env: threading.get_ident()) for _ in range(3)]
-    runner.close()
-    assert set(threads) == set(built)
-    assert len(built) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"own_thread": True}, {"instant": True}], ids=["shared", "own", "instant"])
@@ -209,15 +175,6 @@ async def test_a_hung_environment_is_given_up_and_delays_no_other(gate, own_thre
     assert spent < 1.0
 
 
-async def test_a_late_answer_to_a_call_given_up_is_dropped(gate):
-    runner = EnvRunner(lambda: OddEnv(gate), timeout=0.1)
-    with pytest.raises(EnvTimeoutError):
-        await runner.step("hang")
-    gate.set()
-    assert (await runner.step("left"))[0] == "left"
-    runner.close()
-
-
 def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate):
     failures: list[threading.ExceptHookArgs] = []
     env = OddEnv(gate)
@@ -294,22 +251,6 @@ async def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate)
     third = EnvRunner(OddEnv, timeout=5, lock=lock, threads=threads)
     assert (await third.step("left"))[0] == "left"
     third.close()
-
-
-@pytest.mark.parametrize("own_thread", [False, True])
-def test_closing_ends_the_thread_after_its_work(own_thread):
-    before = threading.active_count()
-
-    async def play() -> list[Any]:
-        runners = [EnvRunner(OddEnv, timeout=5, own_thread=own_thread) for _ in range(5)]
-        results = [asyncio.create_task(runner.step("left")) for runner in runners]
-        await asyncio.sleep(0)
-        for runner in runners:
-            runner.close()
-        return await asyncio.gather(*results)
-
-    assert [result[0] for result in asyncio.run(play())] == ["left"] * 5
-    wait_until(lambda: threading.active_count() <= before)
 
 
 @pytest.mark.parametrize("error", [OSError("the door is stuck"), SystemExit(3), asyncio.CancelledError()])

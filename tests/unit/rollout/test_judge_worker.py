@@ -8,7 +8,7 @@ import pytest
 
 import roll.agentic.env as envs
 from roll.configs.env import CustomEnvConfig
-from roll.configs.judge import AskedModelConfig
+from roll.configs.rewards import AskedModelConfig
 from roll.data.requests import JudgeQuestion
 from roll.distributed.strategy.base import States
 from roll.extras.env_check import check_env
@@ -89,20 +89,20 @@ def test_environments_wait_for_it_side_by_side():
 
 
 @pytest.mark.parametrize("catches", [False, True])
-def test_a_failure_is_one_of_the_environment_whether_it_is_caught_or_not(catches):
+@pytest.mark.parametrize(
+    ("failure", "raised", "told"),
+    [
+        (RewardError("judge: too long"), EnvCrashError, "environment step asked the judge: judge: too long"),
+        (EngineUnavailableError("gone"), EngineUnavailableError, "gone"),
+    ],
+)
+def test_a_failure_is_one_of_the_environment_unless_the_judge_died_whether_it_is_caught_or_not(
+    catches, failure, raised, told
+):
     async def ask(question: JudgeQuestion) -> str:
-        raise RewardError("judge: too long")
+        raise failure
 
-    with pytest.raises(EnvCrashError, match="environment step asked the judge: judge: too long"):
-        play(ask, "1", catches=catches)
-
-
-@pytest.mark.parametrize("catches", [False, True])
-def test_a_judge_that_died_is_no_failure_of_the_environment(catches):
-    async def ask(question: JudgeQuestion) -> str:
-        raise EngineUnavailableError("gone")
-
-    with pytest.raises(EngineUnavailableError, match="gone"):
+    with pytest.raises(raised, match=told):
         play(ask, "1", catches=catches)
 
 

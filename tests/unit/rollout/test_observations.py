@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, Discrete
 from PIL import Image
 
 from roll.agentic.env import check_env_config, make
-from roll.agentic.env.base import StepResult, TextEnv, picture, step_result
+from roll.agentic.env.base import StepResult, TextEnv, picture
 from roll.configs.env import CustomEnvConfig
 from roll.data.columns import Item
 from roll.data.identity import items_along, vocabulary_ids
@@ -32,6 +32,7 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from tests.support.picture_models import make_processor
+from tests.support.steps import usual_step
 
 RED = np.full((2, 3, 3), (200, 0, 0), np.uint8)
 
@@ -212,17 +213,8 @@ class Careless(TextEnv):
     def step(self, action: str) -> StepResult:
         found = "Go" if "Go" in action else None
         self.at, self.steps = self.at ^ (found is not None), self.steps + 1
-        return step_result(
-            self._seen(),
-            task_reward=float(self.at),
-            penalty=0.0,
-            terminated=False,
-            truncated=self.steps >= 4,
-            action=found,
-            action_is_effective=found is not None,
-            success=False,
-            state_key=str(self.at),
-        )
+        ends = {"truncated": self.steps >= 4, "success": False, "action_is_effective": found is not None}
+        return usual_step(self._seen(), found, self.at, task_reward=float(self.at), **ends)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from roll.data.prompts import Prompt, PromptSampler
 from roll.data.questions import question_in
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.models.tiny import make_tokenizer
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.errors import PromptTooLongError
@@ -147,13 +146,6 @@ def test_a_prompt_is_used_as_it_was_cut_and_ends_the_episode_where_it_does_not_f
 
 def spec(**changes: Any) -> PromptSpec:
     return replace(PromptSpec(5, "sums", 11, 3, prompt=PROMPT, sampling="train"), **changes)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1)
-    return str(path)
 
 
 def run_group(

@@ -119,6 +119,7 @@ def test_a_saved_group_is_equal_in_every_field(kind, tmp_path):
     def play(generate: GenerateFn, spec: EpisodeSpec) -> Awaitable[Trajectory]:
         return prompt_episode(generate, spec) if kind == "prompt" else environment_episode(kind, generate, spec)
 
+    assert Collected.load(tmp_path / "resume") == Collected([], []), "where nothing was saved"
     groups = [group(play, number, record=number == 2) for number in (1, 2, 7)]
     assert any(trajectory.frames for trajectory in groups[1].trajectories) == (kind != "prompt")
     nothing = RolloutGroup(9, "A", (), dropped=3)
@@ -130,10 +131,6 @@ def test_a_saved_group_is_equal_in_every_field(kind, tmp_path):
     loaded.save(tmp_path / "again")
     for path in (tmp_path / "resume").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
-
-
-def test_nothing_is_loaded_where_nothing_was_saved(tmp_path):
-    assert Collected.load(tmp_path / "resume") == Collected([], [])
 
 
 def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path):

@@ -117,19 +117,6 @@ def test_other_tokens_of_the_same_text_count_when_strict_and_some_episodes_are_n
     assert COMPARED not in play("qwen3", CALL, "51", cut=3).info, "its prompt has lost tokens"
 
 
-def test_an_environment_is_a_conversation_too():
-    renderer = ChatRenderer(family_tokenizer("qwen3"))
-    config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
-    manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
-    manager.watch = TokenizationAudit(renderer, "ignore_strippable")
-    for thought, expected in ((THOUGHT, {"compared": 1, "reasoning": 1}), ("<think>\n\n</think>\n\n", None)):
-        runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
-        engine = Engine(renderer, f"{thought}<answer>Up</answer>", f"{thought}<answer>Up</answer>")
-        trajectory = asyncio.run(manager.run_episode(runner, engine.generate, episode()))
-        # An empty thought is in the last turn of a history alone, which is a difference too.
-        assert counts(trajectory.info) == (expected or {"compared": 1, "reasoning": 1})
-
-
 async def test_rows_of_agents_are_compared_as_the_program_has_sent_them():
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     engine = Engine(renderer, f"{THOUGHT}right", f"{THOUGHT}left", "in short", "more", "plain")
@@ -148,17 +135,20 @@ async def test_rows_of_agents_are_compared_as_the_program_has_sent_them():
     }
 
 
-def test_differences_are_shares_of_rows_and_a_warning_once(caplog):
+@pytest.mark.parametrize("check", ["strict", "ignore_strippable"])
+def test_differences_in_environments_too_are_shares_of_rows_and_a_warning_once(check, caplog):
+    """An empty thought is in the last turn of a history alone, which is a difference too."""
     renderer = ChatRenderer(family_tokenizer("qwen3"))
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
     manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
-    manager.watch = TokenizationAudit(renderer, "strict")
+    manager.watch = TokenizationAudit(renderer, check)
     played = []
     with caplog.at_level(logging.WARNING, "roll.rollout.tokenization_audit"):
-        for _ in range(2):
+        for thought in (THOUGHT, "<think>\n\n</think>\n\n"):
             runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
-            engine = Engine(renderer, f"{THOUGHT}Up", f"{THOUGHT}Up")
+            engine = Engine(renderer, f"{thought}Up", f"{thought}Up")
             played.append(asyncio.run(manager.run_episode(runner, engine.generate, episode())))
+    assert [counts(trajectory.info) for trajectory in played] == [{"compared": 1, "reasoning": 1}] * 2
     (record,) = caplog.records
     assert "sums group 5 member 0" in record.getMessage() and "(reasoning)" in record.getMessage()
     played.append(play("qwen2_5", CALL, "51"))

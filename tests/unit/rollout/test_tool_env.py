@@ -13,11 +13,10 @@ from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.columns import Item
-from roll.data.pictures import Pictures
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.models.tiny import make_tokenizer
 from roll.rewards.types import RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, LengthLimits, TrajEnvManager
@@ -301,13 +300,6 @@ def draw(grey: int) -> Any:
 PROCESS = {"use": {"draw": {"tool": f"{HERE}:draw", "isolation": "process", "timeout": 60}}}
 FUNCTION = {"use": {"draw": {"tool": f"{HERE}:draw"}}}
 SERVER = {"use": {}, "servers": {"sums": {"command": [sys.executable, str(SCRIPT)], "timeout": 60}}}
-
-
-@pytest.fixture(scope="module")
-def sees(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    path, tokenizer = tmp_path_factory.mktemp("tiny") / "vl", make_tokenizer(pictures=True)
-    make_tiny_model(path, 0, pictures=True)
-    return ChatRenderer(tokenizer, pictures=Pictures(path, tokenizer=tokenizer))
 
 
 @pytest.mark.parametrize("keys", [FUNCTION, PROCESS, SERVER], ids=["function", "process", "server"])

@@ -26,10 +26,8 @@ from roll.rollout.prompt_worker import (
 )
 from roll.rollout.types import RolloutGroup
 from tests.unit.configs.test_rlvr_config import MINIMAL
-from tests.unit.rollout.test_prompt_env import spec, tokenizer_path
+from tests.unit.rollout.test_prompt_env import spec
 from tests.unit.rollout.test_tool_env import EPISODE, LIMITS, PROMPT, RENDERER, TOKENIZER, Engine
-
-__all__ = ["tokenizer_path"]
 
 
 class Guide:

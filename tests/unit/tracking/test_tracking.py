@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,52 +60,34 @@ class Recorder:
 RECORDER = f"{__name__}:Recorder"
 
 
-def test_importing_the_package_loads_neither_torch_nor_a_service():
-    code = (
-        "import sys, roll.tracking, roll.tracking.trackers, roll.tracking.run, roll.tracking.display, "
-        "roll.report.render\n"
-        "heavy = {'torch', 'ray', 'transformers', 'tensorboard', 'wandb', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_tensorboard_files_read_back_with_tensorboards_own_reader(run):
+def tensorboard_events(run: RunFolder) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = MultiTracker("tensorboard", {"flush_secs": 5}, TrackerContext(run))
-    for step in range(1, 4):
-        tracker.log({"rollout/reward": step / 2, "time/train": float("nan")}, step)
-    tracker.finish()
-    events = EventAccumulator(str(run.logs / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("rollout/reward")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    return EventAccumulator(str(run.logs / "tensorboard")).Reload()
+
+
+def test_tensorboard_reads_back_what_it_was_told_and_forgets_the_steps_that_a_resumed_run_takes_again(run):
+    for resumed_step, steps, value in ((None, range(1, 6), 1.0), (3, range(4, 6), 2.0)):
+        tracker = MultiTracker(["tensorboard"], {"flush_secs": 5}, TrackerContext(run, resumed_step=resumed_step))
+        for step in steps:
+            tracker.log({"rollout/reward": value, "time/train": float("nan")}, step)
+        tracker.finish()
+        time.sleep(1.1)  # a file is named by the second it was opened in
+    events = tensorboard_events(run)
+    found = [(event.step, event.value) for event in events.Scalars("rollout/reward")]
+    assert found == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
     assert all(math.isnan(event.value) for event in events.Scalars("time/train"))
 
 
 def test_tensorboard_shows_the_configuration_without_its_secrets(run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     config = {"seed": 7, "pretrain": "tiny", "tracker_kwargs": {"wandb": {"api_key": "hunter2hunter2"}}}
     MultiTracker("tensorboard", {}, TrackerContext(run, config)).finish()
-    events = EventAccumulator(str(run.logs / "tensorboard")).Reload()
+    events = tensorboard_events(run)
     assert events.SummaryMetadata("config").plugin_data.plugin_name == "text"
     (event,) = events.Tensors("config")
     (text,) = event.tensor_proto.string_val
     assert text.decode().startswith("    seed: 7\n    pretrain: tiny\n")
     assert b"hunter2" not in text
-
-
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for resumed_step, steps, value in ((None, range(1, 6), 1.0), (3, range(4, 6), 2.0)):
-        tracker = MultiTracker(["tensorboard"], {}, TrackerContext(run, resumed_step=resumed_step))
-        for step in steps:
-            tracker.log({"rollout/reward": value}, step)
-        tracker.finish()
-        time.sleep(1.1)  # a file is named by the second it was opened in
-    events = EventAccumulator(str(run.logs / "tensorboard")).Reload().Scalars("rollout/reward")
-    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
 
 
 def test_stdout_writes_one_plain_line_a_step_and_options_are_flat_or_keyed_by_name(run, capsys):
@@ -131,21 +114,31 @@ def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, ca
 @pytest.mark.parametrize(
     ("names", "kwargs", "message"),
     [
-        (
-            "tensorboard",
-            {"logdir": "x"},
-            "does not know 'logdir', expected log_dir, flush_secs; did you mean 'log_dir'",
-        ),
+        ("tensorboard", {"logdir": "x"}, "'logdir', expected log_dir, flush_secs; did you mean 'log_dir'"),
         ("stdout", {"x": 1}, "expected no options"),
         (["stdout", "wandb"], {"project": "p"}, "expected one section per tracker"),
         (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb: this tracker is not in track_with"),
         (["wandb"], {"wandb": 3}, "tracker_kwargs.wandb: got 3, expected a mapping"),
+        # values are those that the tracker declares
+        ("tensorboard", {"flush_secs": "x"}, "tracker_kwargs: tensorboard.flush_secs is "),
+        ("tensorboard", {"flush_secs": True}, "tracker_kwargs: tensorboard.flush_secs is "),
+        ("tensorboard", {"log_dir": 3}, "tracker_kwargs: tensorboard.log_dir is "),
+        ("wandb", {"tags": 5}, "tracker_kwargs: wandb.tags is "),
+        ("wandb", {"mode": "sometimes"}, "tracker_kwargs: wandb.mode is "),
+        ("mlflow", {"tags": ["a"]}, "tracker_kwargs: mlflow.tags is "),
+        ("trackio", {"gpu_log_interval": [1]}, "tracker_kwargs: trackio.gpu_log_interval is "),
     ],
 )
 def test_wrong_options_are_clear_errors(names, kwargs, message):
     with pytest.raises(ValueError) as caught:
         tracker_options(names, kwargs)
     assert message in str(caught.value)
+
+
+def test_values_that_fit_an_options_type_pass():
+    tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
+    tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
+    tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
 
 
 def test_an_unknown_tracker_suggests_the_near_name():
@@ -170,32 +163,23 @@ def test_names_of_secrets_and_names_that_only_look_like_some():
 
 def test_redaction_hides_secrets_wherever_they_are_and_nothing_else(monkeypatch):
     monkeypatch.setenv("SOME_SERVICE_TOKEN", "from-the-environment")
-    config = {
-        "system_envs": {"WANDB_API_KEY": "0123456789abcdef", "OMP_NUM_THREADS": "1"},
-        "tracker_kwargs": {"wandb": {"api_key": "0123456789abcdef", "notes": "key is 0123456789abcdef, ok"}},
-        "proxy": "http://me:hunter2@proxy:3128/",
-        "judges": [{"password": 12345, "url": "https://judge/?q=from-the-environment"}],
-        "credentials": {"user": "me", "nested": ["a", "b"]},
-        "max_tokens": 64,
-        "pad_token": "<pad>",
-        "hf_token": None,
-        "use_auth_token": True,
-        "loss_agg_mode": "token-mean",
-    }
-    before = json.dumps(config)
-    assert redact(config) == {
-        "system_envs": {"WANDB_API_KEY": REDACTED, "OMP_NUM_THREADS": "1"},
-        "tracker_kwargs": {"wandb": {"api_key": REDACTED, "notes": f"key is {REDACTED}, ok"}},
-        "proxy": f"http://{REDACTED}@proxy:3128/",
-        "judges": [{"password": REDACTED, "url": f"https://judge/?q={REDACTED}"}],
-        "credentials": {"user": REDACTED, "nested": [REDACTED, REDACTED]},
-        "max_tokens": 64,
-        "pad_token": "<pad>",
-        "hf_token": None,
-        "use_auth_token": True,
-        "loss_agg_mode": "token-mean",
-    }
-    assert json.dumps(config) == before
+
+    def config(key: str, variable: str, login: str, *own: object) -> dict[str, Any]:
+        password, user, nested = own
+        return {
+            "system_envs": {"WANDB_API_KEY": key, "OMP_NUM_THREADS": "1"},
+            "tracker_kwargs": {"wandb": {"api_key": key, "notes": f"key is {key}, ok"}},
+            "proxy": f"http://{login}@proxy:3128/",
+            "judges": [{"password": password, "url": f"https://judge/?q={variable}"}],
+            "credentials": {"user": user, "nested": nested},
+            **{"max_tokens": 64, "pad_token": "<pad>", "hf_token": None, "use_auth_token": True},
+            "loss_agg_mode": "token-mean",
+        }
+
+    given = config("0123456789abcdef", "from-the-environment", "me:hunter2", 12345, "me", ["a", "b"])
+    before = json.dumps(given)
+    assert redact(given) == config(*[REDACTED] * 5, [REDACTED, REDACTED])
+    assert json.dumps(given) == before
 
 
 # The run's folder
@@ -253,19 +237,9 @@ def test_trajectories_are_written_turn_by_turn(run):
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert len(records) == 2 and records[0]["end"] == "truncated" and records[0]["score"] == pytest.approx(-0.6)
     assert records[0]["info"] == {"boxes": 1}
-    assert records[0]["turns"] == [
-        {
-            "observation": "#P_",
-            "text": "go <b>",
-            "action": None,
-            "task_reward": -0.1,
-            "penalty": -0.5,
-            "prompt_tokens": 9,
-            "completion_tokens": 4,
-            "finish_reason": "stop",
-            "weight_version": 2,
-        }
-    ]
+    expected = {"observation": "#P_", "text": "go <b>", "action": None, "task_reward": -0.1, "penalty": -0.5}
+    expected |= {"prompt_tokens": 9, "completion_tokens": 4, "finish_reason": "stop", "weight_version": 2}
+    assert records[0]["turns"] == [expected]
 
 
 def test_close_takes_the_log_handlers_down(run):
@@ -424,20 +398,6 @@ def test_a_terminal_without_unicode_gets_question_marks_and_sparklines_have_a_wi
     assert sparkline([], 10) == ""
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "size", "words"),
-    [
-        (0.30, 0.32, 560, "No change beyond noise: success 30.0% → 32.0% (+2.0 points, 95% interval -3.4 to +7.4)"),
-        (0.30, 0.22, 560, "Worse than before: success 30.0% → 22.0% (-8.0 points, 95% interval -13.1 to -2.9)"),
-        (0.0, 0.25, 8, "No change beyond noise: success 0.0% → 25.0% (+25.0 points"),
-        (0.30, 0.38, 560, "Learned: success 30.0% → 38.0%"),
-    ],
-)
-def test_a_difference_within_noise_is_not_called_learning(tmp_path, before, after, size, words):
-    evals = {"before": {"success": before, "episodes": size}, "after": {"success": after, "episodes": size}}
-    assert closing_line({"eval": evals}, tmp_path).startswith(words)
-
-
 def test_the_interval_of_a_difference_is_newcombes():
     """The examples (a) and (h) of his table II, there as the difference of the first to the second."""
     assert difference_interval(48 / 80, 80, 56 / 70, 70) == pytest.approx((0.0524, 0.3339), abs=5e-5)
@@ -473,70 +433,65 @@ def test_the_time_left_counts_the_last_evaluation_and_the_checkpoints(monkeypatc
     assert left == ["1m 05s", "40s", "42s", "7s"]
 
 
-def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path):
-    summary = {
-        "status": "completed",
-        "steps": 40,
-        "wall_s": 312.4,
-        "eval": {"before": {"success": 0.284, "episodes": 512}, "after": {"success": 0.792, "episodes": 512}},
-    }
-    assert closing_line(summary, tmp_path) == (
-        "Learned: success 28.4% → 79.2% (+50.8 points, 95% interval +45.3 to +55.8) on 512 held-out episodes "
-        f"in 40 steps, 5m 12s; see {tmp_path}"
-    )
-    (tmp_path / "renders").mkdir()
-    (tmp_path / "renders" / "index.html").touch()
-    worse = {"eval": {"before": {"success": 0.5}, "after": {"success": 0.4}}}
-    assert closing_line(worse, tmp_path) == (
-        f"No change beyond noise: success 50.0% → 40.0% (-10.0 points); watch {tmp_path / 'renders' / 'index.html'}"
-    )
-    interrupted = closing_line({"status": "interrupted", "steps": 3, "eval": {"before": {"success": 0.3}}}, tmp_path)
-    assert interrupted.startswith("Interrupted. Not evaluated after training; success before was 30.0% in 3 steps")
-    assert closing_line({}, tmp_path).startswith("No evaluation; ")
-    only_after = {"eval": {"after": {"accuracy": 0.0}}}  # val_before_train: false, and nothing learned
-    assert closing_line(only_after, tmp_path).startswith("Accuracy after training: 0.0%")
-    measured = {"before": {"loss": 0.5, "perplexity": 1.6}}  # nothing answers there
-    told = {0: "Held-out loss: 0.5000 nats per token in 0 steps;", 3: "Not evaluated after training; held-out loss bef"}
-    for steps, words in told.items():
-        assert closing_line({"steps": steps, "eval": measured}, tmp_path).startswith(words)
-    resumed = closing_line({"steps": 4, "eval": {"after": {"loss": 0.25}}}, tmp_path)
-    assert resumed.startswith("Held-out loss after training: 0.2500 in 4 steps")
+def success(before: float | None, after: float | None, size: int | None) -> dict[str, Any]:
+    """A summary's evaluations of answers."""
+    shares = {"before": before, "after": after}
+    sizes = {} if size is None else {"episodes": size}
+    return {"eval": {name: {"success": share, **sizes} for name, share in shares.items() if share is not None}}
+
+
+def measured(*evaluations: dict[str, float]) -> dict[str, Any]:
+    """A summary's evaluations of what a pipeline itself measures."""
+    return {"eval": dict(zip(("after",) if len(evaluations) == 1 else ("before", "after"), evaluations, strict=True))}
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("summary", "words"),
     [
-        (
-            {"loss": 2.3, "perplexity": 9.97, "token_accuracy": 0.5, "success": 0.0, "episodes": 16},
-            {"loss": 1.5, "perplexity": 4.48, "token_accuracy": 0.6, "success": 0.125, "episodes": 16},
-            "Held-out loss 2.3000 → 1.5000 nats per token; accuracy of 16 answers 0.0% → 12.5%",
-        ),
-        (
-            {"loss": 0.6931, "preference_accuracy": 0.5, "margin": 0.0, "episodes": 0},
-            {"loss": 0.5, "preference_accuracy": 0.75, "margin": 0.1, "episodes": 0},
-            "Held-out preference accuracy 50.0% → 75.0%, loss 0.6931 → 0.5000",
-        ),
-        (
-            {"loss": 0.7, "pairwise_accuracy": 0.4, "calibration_error": 0.3},
-            {"loss": 0.6, "pairwise_accuracy": 0.9, "calibration_error": 0.2},
-            "Held-out accuracy on pairs 40.0% → 90.0%, loss 0.7000 → 0.6000",
-        ),
-        (
-            {"loss": 3.0, "divergence": 0.5, "nll": 2.0},
-            {"loss": 2.0, "divergence": 0.25, "nll": 1.0},
-            "Held-out divergence from the teacher 0.5000 → 0.2500, loss 3.0000 → 2.0000",
-        ),
-        ({}, {"loss": 0.6, "pairwise_accuracy": 0.9}, "Held-out accuracy on pairs after training: 90.0%, loss 0.6000"),
+        (success(0.284, 0.792, 512) | {"status": "completed", "steps": 40, "wall_s": 312.4},
+         "Learned: success 28.4% → 79.2% (+50.8 points, 95% interval +45.3 to +55.8) on 512 held-out episodes in 40 "
+         "steps, 5m 12s; see FOLDER"),
+        (success(0.30, 0.38, 560), "Learned: success 30.0% → 38.0%"),
+        # what is within noise is not called learning
+        (success(0.30, 0.32, 560),
+         "No change beyond noise: success 30.0% → 32.0% (+2.0 points, 95% interval -3.4 to +7.4)"),
+        (success(0.30, 0.22, 560),
+         "Worse than before: success 30.0% → 22.0% (-8.0 points, 95% interval -13.1 to -2.9)"),
+        (success(0.0, 0.25, 8), "No change beyond noise: success 0.0% → 25.0% (+25.0 points"),
+        (success(0.5, 0.4, None), "No change beyond noise: success 50.0% → 40.0% (-10.0 points); see FOLDER"),
+        (success(0.3, None, None) | {"status": "interrupted", "steps": 3},
+         "Interrupted. Not evaluated after training; success before was 30.0% in 3 steps"),
+        ({}, "No evaluation; "),
+        ({"status": "completed", "learned": "learned: 96% attained",
+          "eval": {"before": {"accuracy": 0.1, "prompts": 200}, "after": {"accuracy": 0.95, "prompts": 200}}},
+         "Ended as learned: 96% attained. Learned: accuracy 10.0% → 95.0%"),
+        (measured({"accuracy": 0.0}), "Accuracy after training: 0.0%"),  # val_before_train: false, nothing learned
+        # nothing answers there
+        ({"steps": 0, "eval": {"before": {"loss": 0.5, "perplexity": 1.6}}},
+         "Held-out loss: 0.5000 nats per token in 0 steps;"),
+        ({"steps": 3, "eval": {"before": {"loss": 0.5, "perplexity": 1.6}}},
+         "Not evaluated after training; held-out loss bef"),
+        (measured({"loss": 0.25}) | {"steps": 4}, "Held-out loss after training: 0.2500 in 4 steps"),
+        (measured({"loss": 2.3, "perplexity": 9.97, "token_accuracy": 0.5, "success": 0.0, "episodes": 16},
+                  {"loss": 1.5, "perplexity": 4.48, "token_accuracy": 0.6, "success": 0.125, "episodes": 16}),
+         "Held-out loss 2.3000 → 1.5000 nats per token; accuracy of 16 answers 0.0% → 12.5%;"),
+        (measured({"loss": 0.6931, "preference_accuracy": 0.5, "margin": 0.0, "episodes": 0},
+                  {"loss": 0.5, "preference_accuracy": 0.75, "margin": 0.1, "episodes": 0}),
+         "Held-out preference accuracy 50.0% → 75.0%, loss 0.6931 → 0.5000;"),
+        (measured({"loss": 0.7, "pairwise_accuracy": 0.4, "calibration_error": 0.3},
+                  {"loss": 0.6, "pairwise_accuracy": 0.9, "calibration_error": 0.2}),
+         "Held-out accuracy on pairs 40.0% → 90.0%, loss 0.7000 → 0.6000;"),
+        (measured({"loss": 3.0, "divergence": 0.5, "nll": 2.0}, {"loss": 2.0, "divergence": 0.25, "nll": 1.0}),
+         "Held-out divergence from the teacher 0.5000 → 0.2500, loss 3.0000 → 2.0000;"),
+        (measured({"loss": 0.6, "pairwise_accuracy": 0.9}),
+         "Held-out accuracy on pairs after training: 90.0%, loss 0.6000;"),
     ],
-)
-def test_the_closing_line_leads_with_what_the_pipeline_itself_measures(tmp_path, before, after, words):
-    assert closing_line({"eval": {"before": before, "after": after}}, tmp_path).startswith(f"{words};")
-
-
-def test_the_closing_line_says_that_a_run_ended_as_learned(tmp_path):
-    evals = {"before": {"accuracy": 0.1, "prompts": 200}, "after": {"accuracy": 0.95, "prompts": 200}}
-    line = closing_line({"status": "completed", "learned": "learned: 96% attained", "eval": evals}, tmp_path)
-    assert line.startswith("Ended as learned: 96% attained. Learned: accuracy 10.0% → 95.0%")
+)  # fmt: skip
+def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path, summary, words):
+    assert closing_line(summary, tmp_path).startswith(words.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "renders").mkdir()
+    (tmp_path / "renders" / "index.html").touch()
+    assert closing_line(summary, tmp_path).endswith(f"watch {tmp_path / 'renders' / 'index.html'}")
 
 
 def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monkeypatch):
@@ -563,44 +518,13 @@ def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path):
     assert json.loads((tmp_path / "demo.2/metrics.jsonl").read_text())["step"] == 1
 
 
-def test_a_resumed_run_stays_in_its_folder(tmp_path):
-    first = RunFolder(tmp_path, "demo")
+def test_a_resumed_run_stays_in_its_folder_which_no_other_may_hold(tmp_path):
+    first, second = RunFolder(tmp_path, "demo"), RunFolder(tmp_path, "demo")
     first.claim(fresh=True)
     first.write_summary({"status": "interrupted"})
+    with pytest.raises(ValueError, match=r"demo is in use by another run"):
+        second.claim(fresh=False)
     first.close()
-    second = RunFolder(tmp_path, "demo")
     assert second.claim(fresh=False) is None
     assert json.loads(second.summary_path.read_text()) == {"status": "interrupted"}
     second.close()
-
-
-def test_a_folder_that_another_run_holds_is_refused(tmp_path):
-    holder = RunFolder(tmp_path, "demo")
-    holder.claim(fresh=True)
-    with pytest.raises(ValueError, match=r"demo is in use by another run"):
-        RunFolder(tmp_path, "demo").claim(fresh=False)
-    holder.close()
-    RunFolder(tmp_path, "demo").claim(fresh=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("tensorboard", {"flush_secs": "x"}),
-        ("tensorboard", {"flush_secs": True}),
-        ("tensorboard", {"log_dir": 3}),
-        ("wandb", {"tags": 5}),
-        ("wandb", {"mode": "sometimes"}),
-        ("mlflow", {"tags": ["a"]}),
-        ("trackio", {"gpu_log_interval": [1]}),
-    ],
-)
-def test_values_of_options_are_those_that_the_tracker_declares(name, options):
-    with pytest.raises(ValueError, match=rf"tracker_kwargs: {name}\.{next(iter(options))} is "):
-        tracker_options(name, options)
-
-
-def test_values_that_fit_an_options_type_pass():
-    tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
-    tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
-    tracker_options("trackio", {"gpu_log_interval": 5, "private": None})

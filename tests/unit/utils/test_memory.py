@@ -1,4 +1,4 @@
-"""Freed memory stays with the process."""
+"""Freed memory stays with the process, and its collector spares what is there."""
 
 import resource
 import subprocess
@@ -27,3 +27,26 @@ def test_what_was_freed_is_used_again():
         pytest.skip("another C library")
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) < 0.1 * 64 * 2**20 / resource.getpagesize(), "the third time, pages were mapped anew"
+
+
+SPARED = """
+import gc
+from roll.utils.memory import relax_gc
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        print("freed")
+
+kept = Cycle()
+relax_gc()
+del kept
+gc.collect()
+print("spared")
+"""
+
+
+def test_what_was_spared_is_freed_when_the_process_ends():
+    done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["spared", "freed"]

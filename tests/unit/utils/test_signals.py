@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -16,6 +17,12 @@ from roll.utils.signals import Interrupted, SignalGuard
 def kill_self(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
     time.sleep(0.01)  # Python runs the handler between two instructions of the main thread
+
+
+def in_a_thread(target: Callable[..., None], *args: object) -> None:
+    thread = threading.Thread(target=target, args=args)
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -62,9 +69,7 @@ def test_one_signal_delivered_twice_counts_once():
 
 def test_a_failure_beside_the_main_thread_stops_it_and_is_raised_from_the_block():
     with pytest.raises(OSError, match="gone") as caught, SignalGuard() as guard, guard.deferred():
-        thread = threading.Thread(target=guard.stop_for, args=(OSError("gone"),))
-        thread.start()
-        thread.join()
+        in_a_thread(guard.stop_for, OSError("gone"))
         time.sleep(0.01)
     assert isinstance(caught.value.__cause__, Interrupted)
 
@@ -76,9 +81,7 @@ def test_a_failure_while_a_run_stops_is_no_second_press_and_hides_no_reason(monk
         try:
             kill_self(signal.SIGTERM)
         finally:
-            thread = threading.Thread(target=guard.stop_for, args=(OSError("gone"),))
-            thread.start()
-            thread.join()
+            in_a_thread(guard.stop_for, OSError("gone"))
             saved.append(True)
     assert saved
 
@@ -113,23 +116,21 @@ def test_outside_the_main_thread_it_changes_nothing():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    in_a_thread(run)
     assert seen == [before]
 
 
 def test_a_signal_can_be_outlived_from_any_thread_and_children_still_obey_it():
-    code = (
-        "import os, signal, subprocess, sys, threading\n"
-        "from roll.utils.signals import outlive\n"
-        "worker = threading.Thread(target=outlive, args=(signal.SIGTERM, signal.SIGHUP))\n"
-        "worker.start(); worker.join()\n"
-        "for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):\n"
-        "    os.kill(os.getpid(), number)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "child.terminate()\n"
-        "print('alive', child.wait())\n"
-    )
+    code = """
+import os, signal, subprocess, threading
+from roll.utils.signals import outlive
+worker = threading.Thread(target=outlive, args=(signal.SIGTERM, signal.SIGHUP))
+worker.start(); worker.join()
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+    os.kill(os.getpid(), number)
+child = subprocess.Popen(["sleep", "60"])
+child.terminate()
+print("alive", child.wait())
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["alive", str(-signal.SIGTERM)]

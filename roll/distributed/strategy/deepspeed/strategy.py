@@ -21,8 +21,13 @@ from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.deepspeed.weights import WEIGHTS, EngineWeights
 from roll.distributed.strategy.training.checkpoint import TrainerState
-from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
-from roll.distributed.strategy.training.optim import DECAYS, set_rates
+from roll.distributed.strategy.training.module_trainer import (
+    ModuleScorer,
+    ModuleTrainer,
+    rates_by_name,
+    recompute_activations,
+)
+from roll.distributed.strategy.training.optim import parameter_groups, set_rates
 from roll.models.scoring import TokenScorer
 
 if TYPE_CHECKING:
@@ -189,13 +194,9 @@ class DeepSpeedTrain(ModuleTrainer[EngineWeights], DeepSpeedInfer):
         return compute_dtype if self._stage else stored  # its optimizer keeps float32 copies then
 
     def _parameter_groups(self, scorer: TokenScorer) -> list[dict[str, Any]] | None:
-        """AdamW decays matrices only, see ``optim.make_adamw``."""
-        trained = [p for p in scorer.parameters() if p.requires_grad]
-        decay = self.context.worker.training_args.weight_decay
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay, DECAYS: True},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        trained = {name: parameter for name, parameter in scorer.named_parameters() if parameter.requires_grad}
+        args = self.context.worker.training_args
+        groups = parameter_groups(trained, trained, args, rates_by_name(scorer, args))
         return [group for group in groups if group["params"]]
 
     def _engine_config(self, compute_dtype: torch.dtype) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
         self._weights, self._names = weights, layer_matrices(weights)
         shares = weights.trained
         matrices = {name: shares.pop(name) for name in self._names}
-        self._adamw = make_adamw(shares, weights.parameters, args)
+        self._adamw = make_adamw(shares, weights.parameters, args, {})
         group = {"params": list(matrices.values()), "weight_decay": args.weight_decay, DECAYS: True}
         super().__init__([group], {"lr": args.learning_rate})
         self._momentum = args.muon_momentum

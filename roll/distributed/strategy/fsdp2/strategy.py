@@ -41,7 +41,12 @@ from roll.distributed.strategy.training.checkpoint import (
     resume_folder,
     to_device,
 )
-from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer, recompute_activations
+from roll.distributed.strategy.training.module_trainer import (
+    ModuleScorer,
+    ModuleTrainer,
+    rates_by_name,
+    recompute_activations,
+)
 from roll.distributed.strategy.training.module_weights import buffer_pieces
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
 from roll.distributed.strategy.training.trainer import MicroBatchLimits
@@ -198,7 +203,9 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         if args.optimizer == "muon":
             weights.optimizer = Muon(weights, args)
         else:
-            weights.optimizer = make_adamw(weights.trained, weights.parameters, args)
+            weights.optimizer = make_adamw(
+                weights.trained, weights.parameters, args, rates_by_name(weights.scorer, args)
+            )
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
 
     def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from roll.configs.judge import JudgeEngine
+from roll.configs.rewards import JudgeEngine
 from roll.configs.worker import WorkerConfig
 from roll.data.pictures import Pictures
 from roll.data.requests import Completion, GenerateRequest

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roll.data.packing import AttentionPlan
-from roll.distributed.replaced import replaced
 from roll.models.megatron.config import transformers_class
 from roll.models.planned_attention import attend_by_block
+from roll.utils.foreign import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

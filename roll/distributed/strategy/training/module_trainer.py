@@ -20,7 +20,13 @@ from roll.data.packing import ModelInput
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.evidence import buffer_settings, config_settings, pictures_seen
-from roll.distributed.strategy.training.checkpoint import SourceFolder, Tensors, model_tensors, open_source
+from roll.distributed.strategy.training.checkpoint import (
+    MODEL_PREFIX,
+    SourceFolder,
+    Tensors,
+    model_tensors,
+    open_source,
+)
 from roll.distributed.strategy.training.exchange import WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
@@ -36,7 +42,7 @@ from roll.distributed.strategy.training.module_weights import (
 )
 from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models import planned_attention, ulysses
-from roll.models.freezing import freeze, freeze_towers
+from roll.models.freezing import freeze, freeze_towers, own_rates, whole_name
 from roll.models.heads import ValueHead, decoder_layers, load_output_layer
 from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
@@ -48,6 +54,8 @@ from roll.models.scoring import TokenScorer, layout, score_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from roll.configs.worker import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +136,18 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         routes=context.router_replay != "disable",
         tower=tower,
     )
+
+
+def rates_by_name(scorer: TokenScorer, args: TrainingArguments) -> dict[str, float]:
+    """Peak learning rates of the scorer's parameters that have one of their own (``learning_rate_of``).
+
+    Raises:
+        UnknownPartError: a key is no part of the model, or nothing of it is trained.
+    """
+    model = scorer.model
+    found = own_rates(model, args.learning_rate_of)
+    stored = {name: whole_name(model, name.removeprefix(MODEL_PREFIX)) for name, _ in scorer.named_parameters()}
+    return {name: found[each] for name, each in stored.items() if each in found}
 
 
 def may_share(model: PreTrainedModel, role: str) -> bool:

@@ -19,27 +19,49 @@ MASTER = "master"
 """The kinds of state behind a trained parameter: Adam's moments or Muon's, and its float32 weights."""
 DECAYS = "decays"
 """Key of a parameter group that weight decay is for."""
+SHARE = "share_of_rate"
+"""Key of a parameter group with a learning rate of its own, as a share of the optimizer's."""
+
+
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter],
+    whole: Mapping[str, nn.Parameter],
+    args: TrainingArguments,
+    rates: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """Groups of an optimizer: those with the same learning rate that weight decay is for, and those it is not for.
+
+    Norm scales and biases (one axis) are not decayed, as is usual since GPT-2: shrinking them regularises nothing.
+
+    Args:
+        parameters: a rank's share of each trained parameter.
+        whole: the parameters themselves (an empty share has lost its axes).
+        rates: peak learning rates by name; ``args.learning_rate`` is that of the others.
+    """
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for rate in (args.learning_rate, *rates.values()):
+        share = rate / args.learning_rate
+        groups.setdefault((rate, True), {"params": [], "weight_decay": args.weight_decay, SHARE: share, DECAYS: True})
+        groups.setdefault((rate, False), {"params": [], "weight_decay": 0.0, SHARE: share})
+    for name, parameter in parameters.items():
+        kind = rates.get(name, args.learning_rate), whole[name].ndim >= 2
+        groups[kind]["params"].append(parameter)
+    return list(groups.values())
 
 
 def make_adamw(
-    local: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter], args: TrainingArguments
+    local: Mapping[str, nn.Parameter],
+    whole: Mapping[str, nn.Parameter],
+    args: TrainingArguments,
+    rates: Mapping[str, float],
 ) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019) on matrices only.
 
-    Norm scales and biases (one axis) are not decayed, as is usual since GPT-2: shrinking them regularises nothing. The
-    state is allocated here, so that a lack of memory shows at setup and a fresh optimizer can be saved like any other.
-
-    Args:
-        local: this rank's share of each trained parameter.
-        whole: the parameters themselves (an empty share has lost its axes).
+    The state is allocated here, so that a lack of memory shows at setup and a fresh optimizer can be saved like any
+    other. Arguments as in ``parameter_groups``.
     """
-    decayed = [parameter for name, parameter in local.items() if whole[name].ndim >= 2]
-    others = [parameter for name, parameter in local.items() if whole[name].ndim < 2]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": args.weight_decay, DECAYS: True},
-            {"params": others, "weight_decay": 0.0},
-        ],
+        parameter_groups(local, whole, args, rates),
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
@@ -105,6 +127,6 @@ def weight_decay(args: TrainingArguments, step: int, total_steps: int) -> float:
 def set_rates(groups: Iterable[dict[str, Any]], rate: float, decay: float) -> None:
     """Sets the learning rate of an optimizer's groups, and the weight decay of those that have any (``DECAYS``)."""
     for group in groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(SHARE, 1.0)
         if group.get(DECAYS):
             group["weight_decay"] = decay

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from roll.distributed.cluster.hangs import write_stacks_on_signal
-from roll.distributed.replaced import replaced
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Contents, views
 from roll.distributed.weights.segments import Handle, SegmentReader, SharedMemory, open_on_gpu
+from roll.utils.foreign import replaced
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

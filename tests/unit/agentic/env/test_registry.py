@@ -15,12 +15,12 @@ from PIL import Image
 
 import roll.agentic.env as envs
 from roll.agentic.env import frozen_lake, sokoban, sokoban_boards
-from roll.agentic.env.base import step_result
 from roll.agentic.env.game import MAX_PARSED_CHARS, ActionParser
 from roll.agentic.env.grid import draw_grid
 from roll.configs.problems import ConfigErrors
 from roll.rollout.env_runner import checked_frame
 from roll.utils.registry import UnknownNameError
+from tests.support.steps import usual_step
 
 
 @pytest.fixture(autouse=True)
@@ -43,25 +43,12 @@ class GuessEnv(envs.TextEnv):
 
     def step(self, action: str):
         right = action == self.word
-        return step_result(
-            "right" if right else "wrong",
-            task_reward=float(right),
-            penalty=0.0,
-            terminated=right,
-            truncated=False,
-            action=action,
-            action_is_effective=right,
-            success=right,
-            state_key="end" if right else "start",
-        )
+        ends = {"terminated": right, "success": right, "action_is_effective": right, "task_reward": float(right)}
+        return usual_step("right" if right else "wrong", action, "end" if right else "start", **ends)
 
 
 class NotAnEnv:
     pass
-
-
-def test_built_in_names_are_registered():
-    assert {"sokoban", "frozen_lake", "single_turn", "gymnasium"} <= set(envs.registered())
 
 
 def test_a_registered_environment_is_made_by_name_and_by_path():

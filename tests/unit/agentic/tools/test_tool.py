@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from roll.agentic.tools.calculator import calculator
-from roll.agentic.tools.search import RetrievalTool, SearchTool
+from roll.agentic.tools.builtin import RetrievalTool, SearchTool, calculator
 from roll.agentic.tools.tool import TOOLS, FunctionTool, Tool, ToolError, ToolSchema, check_tool, make_tool, text_of
 
 
@@ -169,32 +168,12 @@ def test_the_calculator_calculates(a, b, c):
     assert calculator(f"{a}//{c}") == str(a // c)
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        "1/0",
-        "2**10**10",
-        "9**9**9",
-        "'a'*10**9",
-        "__import__('os').system('true')",
-        "().__class__",
-        "x",
-        "[1]",
-        "1==1",
-        "(" * 150,
-        "1" * 201,
-        "\x00",
-        "10**5000",
-        "sqrt(-1)",
-        "4000000**400000",
-        "*".join(["9**3000"] * 24),
-        "round(5, -10**6)",
-        "'%50000000d' % 1",
-        "'a'.zfill(10**8)",
-        "f'{1:9999999}'",
-    ],
-)
+SHORT = "1/0 2**10**10 9**9**9 'a'*10**9 ().__class__ x [1] 1==1 10**5000 sqrt(-1) 4000000**400000 'a'.zfill(10**8)"
+OTHERS = ["", "__import__('os').system('true')", "round(5, -10**6)", "'%50000000d' % 1", "f'{1:9999999}'", "\x00"]
+LONG = ["(" * 150, "1" * 201, "*".join(["9**3000"] * 24)]
+
+
+@pytest.mark.parametrize("expression", [*SHORT.split(), *OTHERS, *LONG])
 def test_what_the_calculator_cannot_do_is_an_answer_in_no_time(expression):
     """It runs in the event loop that plays all episodes, on what a policy has written."""
     assert calculator("1") == "1", "whose import takes its time"

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,8 +28,8 @@ from roll.distributed.weights.buckets import (
     unpack_bucket,
 )
 from roll.distributed.weights.contents import ALIGNMENT, WeightBucket
-from roll.models.loading import to_hf_weights
 from roll.models.lora import LoraSpec, matrix_shapes
+from tests.support.contract import weights_of
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -113,18 +112,10 @@ def pair(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return make(0), make(1)
 
 
-def exported(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {
-        part: tensor.detach()
-        for name, parameter in model.named_parameters()
-        for part, tensor in to_hf_weights(model, name, parameter).items()
-    }
-
-
 @pytest.mark.parametrize("kind", ["tied", "untied", "mixtral", "qwen3_moe"])
 def test_an_update_makes_the_receiver_equal_to_the_sender(kind):
     receiver, sender = pair(kind)
-    buckets = pack_buckets(exported(sender).items(), 4096)
+    buckets = pack_buckets(weights_of(sender).items(), 4096)
     tensors = unpacked(buckets)
     update = WeightUpdate(receiver, tensors)
     ids = torch.arange(20)[None]
@@ -138,7 +129,7 @@ def test_an_update_makes_the_receiver_equal_to_the_sender(kind):
 
 def read_only_buckets(model: PreTrainedModel) -> list[WeightBucket]:
     """As they come through shared memory; a write to them would end the process there."""
-    buckets = list(pack_buckets(exported(model).items(), 4096))
+    buckets = list(pack_buckets(weights_of(model).items(), 4096))
     for bucket in buckets:
         bucket.data.setflags(write=False)
     return buckets
@@ -198,7 +189,7 @@ def test_weights_come_to_the_host_once_for_all_adapters(monkeypatch):
 
 def test_weights_are_cast_to_the_receivers_dtype():
     receiver, sender = pair("untied")
-    take(receiver.to(torch.bfloat16), exported(sender))
+    take(receiver.to(torch.bfloat16), weights_of(sender))
     for name, parameter in receiver.named_parameters():
         assert torch.equal(parameter, sender.get_parameter(name).to(torch.bfloat16))
 
@@ -206,7 +197,7 @@ def test_weights_are_cast_to_the_receivers_dtype():
 @pytest.mark.parametrize("names", [("lm_head.weight",), ("model.embed_tokens.weight", "lm_head.weight")])
 def test_tied_weights_may_come_under_any_of_their_names(names):
     receiver, sender = pair("tied")
-    weights = exported(sender)
+    weights = weights_of(sender)
     table = weights.pop("model.embed_tokens.weight")
     take(receiver, weights | dict.fromkeys(names, table))
     assert torch.equal(receiver.get_input_embeddings().weight, table)
@@ -215,7 +206,7 @@ def test_tied_weights_may_come_under_any_of_their_names(names):
 
 def test_all_that_does_not_match_is_listed_at_once():
     receiver, sender = pair("qwen3_moe")
-    weights = exported(sender)
+    weights = weights_of(sender)
     expert = "model.layers.1.mlp.experts.2.up_proj.weight"
     del weights[expert]
     weights |= {"model.norm.weight": torch.ones(3), "model.extra": torch.ones(1)}
@@ -231,9 +222,3 @@ def test_all_that_does_not_match_is_listed_at_once():
     with pytest.raises(WeightMismatchError, match=r"and [0-9]+ more"):
         WeightUpdate(receiver, {})
     assert all(torch.equal(value, before[name]) for name, value in receiver.state_dict().items())
-
-
-def test_bucket_data_is_plain_bytes():
-    (bucket,) = pack_buckets([("w", torch.arange(4, dtype=torch.bfloat16))], 1 << 10)
-    assert bucket.data.dtype == np.uint8
-    assert bucket.outline.dtypes == ("bfloat16",)

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -361,9 +362,7 @@ class Sender:
 
 
 async def test_an_update_arrives_whole_in_few_segments():
-    engine = Engine()
-
-    sender = Sender(engine)
+    sender = Sender(engine := Engine())
     for version in range(3):
         named = tensors(30, seed=version)
         assert await sender.send_all(version, named) == sender.digest.hex()
@@ -374,9 +373,7 @@ async def test_an_update_arrives_whole_in_few_segments():
 
 
 async def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_between_two_sets():
-    engine = Engine(copies=False)
-
-    sender = Sender(engine)
+    sender = Sender(engine := Engine(copies=False))
     sets = []
     for version in range(4):
         named = tensors(10, seed=version)
@@ -388,10 +385,8 @@ async def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_be
 
 
 async def test_buckets_that_come_out_of_order_are_loaded_in_order():
-    engine = Engine()
-
     async with asyncio.timeout(20):
-        sender = Sender(engine)
+        sender = Sender(engine := Engine())
         await sender.open(0)
         named = tensors(5)
         with packing_into(sender.pool.allocate):
@@ -403,10 +398,8 @@ async def test_buckets_that_come_out_of_order_are_loaded_in_order():
 
 
 async def test_what_is_behind_a_refused_bucket_is_refused_too():
-    engine = Engine()
-
     async with asyncio.timeout(20):
-        sender = Sender(engine)
+        sender = Sender(engine := Engine())
         await sender.open(0)
         with packing_into(sender.pool.allocate):
             first, second, third, *_ = (sender.parcel(bucket) for bucket in pack_buckets(tensors(), 4096))
@@ -421,9 +414,7 @@ async def test_what_is_behind_a_refused_bucket_is_refused_too():
 
 
 async def test_outlines_are_told_once():
-    engine = Engine()
-
-    sender = Sender(engine)
+    sender = Sender(engine := Engine())
     assert await sender.send_all(0, tensors(8)) and sender.known == ()
     assert await sender.send_all(1, tensors(8, seed=1)) and len(sender.known) == 8
     assert await sender.send_all(2, [("other", torch.ones(3)), *tensors(7)]) == sender.digest.hex()
@@ -436,22 +427,17 @@ async def test_outlines_are_told_once():
         await sender.send(bucket)
 
 
-def test_damage_is_found_where_it_is_looked_for():
-    engine = Engine()
-
-    async def run(check: bool) -> None:
-        sender = Sender(engine)
-        await sender.open(0)
-        with packing_into(sender.pool.allocate):
-            (bucket,) = pack_buckets(tensors(1), 4096, check=check)
-        bucket.data[9] ^= 1
+@pytest.mark.parametrize("check", [False, True])
+async def test_damage_is_found_where_it_is_looked_for(check):
+    sender = Sender(engine := Engine())
+    await sender.open(0)
+    with packing_into(sender.pool.allocate):
+        (bucket,) = pack_buckets(tensors(1), 4096, check=check)
+    bucket.data[9] ^= 1
+    with pytest.raises(WeightChecksumError) if check else nullcontext():
         await sender.send(bucket)
         await sender.receiver.handle(Close(1), LINK)
-
-    asyncio.run(run(check=False))
-    assert engine.version == 0
-    with pytest.raises(WeightChecksumError):
-        asyncio.run(run(check=True))
+    assert engine.version == (-1 if check else 0)
 
 
 def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket():
@@ -468,9 +454,7 @@ def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket():
 
 
 async def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update():
-    engine = Engine()
-
-    sender = Sender(engine)
+    sender = Sender(engine := Engine())
     assert await sender.send_all(0, tensors())
     await sender.open(1)
     with packing_into(sender.pool.allocate):
@@ -487,22 +471,23 @@ async def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update()
     assert engine.version == 2
 
 
-def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for():
-    async def run(engine: Engine, error: type[Exception], match: str) -> None:
-        sender = Sender(engine)
-        with pytest.raises(error, match=match):
-            await sender.send_all(0, tensors())
-        engine.fail_at = engine.stop_at = -1
-        assert await sender.send_all(1, tensors()) == sender.digest.hex()
-
-    asyncio.run(run(Engine(fail_at=2), KeyError, "no such layer"))
-    asyncio.run(run(Engine(stop_at=1), RuntimeError, "stopped reading before the last bucket"))
+@pytest.mark.parametrize(
+    ("engine", "error", "match"),
+    [
+        (Engine(fail_at=2), KeyError, "no such layer"),
+        (Engine(stop_at=1), RuntimeError, "stopped reading before the last bucket"),
+    ],
+)
+async def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for(engine, error, match):
+    sender = Sender(engine)
+    with pytest.raises(error, match=match):
+        await sender.send_all(0, tensors())
+    engine.fail_at = engine.stop_at = -1
+    assert await sender.send_all(1, tensors()) == sender.digest.hex()
 
 
 async def test_an_update_that_was_never_closed_is_given_up_at_the_next():
-    engine = Engine()
-
-    sender = Sender(engine)
+    sender = Sender(engine := Engine())
     await sender.open(0)
     with packing_into(sender.pool.allocate):
         bucket, *_ = pack_buckets(tensors(), 4096)

@@ -22,37 +22,17 @@ from tests.support import broken_envs as zoo
 QUICK: dict[str, Any] = {"episodes": 3, "timeout": 2.0}
 
 ZOO: dict[type[envs.TextEnv], str] = {
-    zoo.NeedsKey: "cannot-be-made",
-    zoo.FaultyReset: "reset-raises",
-    zoo.HangingReset: "reset-timeout",
-    zoo.HangingStep: "step-timeout",
-    zoo.FragileStep: "step-raises",
-    zoo.TextReward: "protocol",
-    zoo.Unseeded: "not-deterministic",
-    zoo.HashSeeded: "differs-between-processes",
-    zoo.Leaky: "state-leaks",
-    zoo.GlobalRandom: "instances-interfere",
-    zoo.Scratch: "not-thread-safe",
-    zoo.Database: "thread-bound",
-    zoo.PaidFailure: "failure-paid",
-    zoo.Generous: "reward-constant",
-    zoo.Rich: "reward-range",
-    zoo.WrongSum: "reward-parts",
-    zoo.Reward4Format: "penalty-positive",
-    zoo.Gullible: "reward-tampered",
-    zoo.Applauding: "success-for-nothing",
-    zoo.Unending: "paid-after-end",
-    zoo.Misspelt: "success-undefined",
-    zoo.SeedBlind: "seeds-alike",
-    zoo.Deaf: "actions-not-understood",
-    zoo.WrongExpert: "expert-wrong",
-    zoo.Talkative: "observation-size",
-    zoo.Colourful: "observation-characters",
-    zoo.Sleepy: "not-instant",
-    zoo.Sluggish: "slow",
-    zoo.BadPicture: "render-fails",
-    zoo.CuriousPicture: "render-changes-state",
-}
+    zoo.NeedsKey: "cannot-be-made", zoo.FaultyReset: "reset-raises", zoo.HangingReset: "reset-timeout",
+    zoo.HangingStep: "step-timeout", zoo.FragileStep: "step-raises", zoo.TextReward: "protocol",
+    zoo.Unseeded: "not-deterministic", zoo.HashSeeded: "differs-between-processes", zoo.Leaky: "state-leaks",
+    zoo.GlobalRandom: "instances-interfere", zoo.Scratch: "not-thread-safe", zoo.Database: "thread-bound",
+    zoo.PaidFailure: "failure-paid", zoo.Generous: "reward-constant", zoo.Rich: "reward-range",
+    zoo.WrongSum: "reward-parts", zoo.Reward4Format: "penalty-positive", zoo.Gullible: "reward-tampered",
+    zoo.Applauding: "success-for-nothing", zoo.Unending: "paid-after-end", zoo.Misspelt: "success-undefined",
+    zoo.SeedBlind: "seeds-alike", zoo.Deaf: "actions-not-understood", zoo.WrongExpert: "expert-wrong",
+    zoo.Talkative: "observation-size", zoo.Colourful: "observation-characters", zoo.Sleepy: "not-instant",
+    zoo.Sluggish: "slow", zoo.BadPicture: "render-fails", zoo.CuriousPicture: "render-changes-state",
+}  # fmt: skip
 
 
 class Guess(zoo.Safe):
@@ -126,63 +106,29 @@ def test_what_they_all_would_be_passes():
     assert len(report.tried) == 17 and dict(report.facts)["rewards"] == "-0.1 to 1 for a step"
 
 
+SLIPPERY = {"is_slippery": True, "size": 6, "max_steps": 30, "hole_reward": -1.0, "split": "eval"}
+TAXI = {"env_id": "Taxi-v4", "env_kwargs": {"render_mode": None}, "renderer": "values", "success_return": 0.0}
+LAKE = {"env_id": "FrozenLake-v1", "success_return": 1, "action_names": ["Left", "Down", "Right", "Up"]}
+DIGITS = {"answers": list("0123456789")}
+GUESSES = {"answers": [f"[{number}]" for number in range(1, 21)], "allow": ["seeds-alike"], "episodes": 2}
+BOXED = {"answers": [f"\\boxed{{{number}}}" for number in range(1, 11)], "episodes": 2}
+BOXED |= {"allow": ["seeds-alike", "reward-tampered"]}  # it takes a number out of whatever stands around it
 BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sokoban", {}, {}),
     ("sokoban", {"dim_room": [8, 8], "num_boxes": 2, "max_steps": 20, "show_coordinates": True}, {}),
     ("frozen_lake", {}, {}),
-    (
-        "frozen_lake",
-        {
-            "is_slippery": True,
-            "size": 6,
-            "max_steps": 30,
-            "hole_reward": -1.0,
-            "split": "eval",
-            "show_coordinates": True,
-        },
-        {},
-    ),
+    ("frozen_lake", {**SLIPPERY, "show_coordinates": True}, {}),
     ("hidden_word", {}, {}),
     ("hidden_word", {"words": ["one", "two", "six"], "show_history": False, "letter_reward": 0.1}, {}),
     ("adventure", {}, {}),
     ("adventure", {"num_rooms": 9, "num_doors": 3, "max_steps": 30, "door_reward": 0.1}, {}),
     ("shop", {}, {}),
     ("shop", {"dialect": "hermes", "num_products": 200, "num_shown": 3, "step_penalty": -0.01}, {}),
-    (
-        "single_turn",
-        {"generator": "tests.unit.extras.env_check.test_env_check:sum_of_two"},
-        {"answers": list("0123456789")},
-    ),
-    (
-        "gymnasium",
-        {
-            "env_id": "Taxi-v4",
-            "env_kwargs": {"render_mode": None},
-            "renderer": "values",
-            "success_return": 0.0,
-            "max_steps": 50,
-        },
-        {},
-    ),
-    (
-        "gymnasium",
-        {"env_id": "FrozenLake-v1", "success_return": 1, "action_names": ["Left", "Down", "Right", "Up"]},
-        {},
-    ),
-    (
-        "textarena",
-        {"env_id": "GuessTheNumber-v0", "max_steps": 12},
-        {"answers": [f"[{number}]" for number in range(1, 21)], "allow": ["seeds-alike"], "episodes": 2},
-    ),
-    (
-        "gem",
-        {"env_id": "game:GuessTheNumber-v0-easy", "max_steps": 12},
-        {
-            "answers": [f"\\boxed{{{number}}}" for number in range(1, 11)],
-            "allow": ["seeds-alike", "reward-tampered"],  # it takes a number out of whatever stands around it
-            "episodes": 2,
-        },
-    ),
+    ("single_turn", {"generator": "tests.unit.extras.env_check.test_env_check:sum_of_two"}, DIGITS),
+    ("gymnasium", {**TAXI, "max_steps": 50}, {}),
+    ("gymnasium", LAKE, {}),
+    ("textarena", {"env_id": "GuessTheNumber-v0", "max_steps": 12}, GUESSES),
+    ("gem", {"env_id": "game:GuessTheNumber-v0-easy", "max_steps": 12}, BOXED),
 ]
 
 
@@ -271,15 +217,14 @@ def test_an_environment_that_ends_its_process_gets_its_page(capsys, fault):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["frozenlake"], "Did you mean 'frozen_lake'"),
-        (["frozen_lake", "siz=5"], "did you mean size"),
+        (["frozenlake"], "Did you mean 'frozen_lake'"), (["frozen_lake", "siz=5"], "did you mean size"),
         (["frozen_lake", "size"], "got size, expected key=value"),
         (["frozen_lake", "size=[5"], 'env_config.size: got "[5", expected valid YAML'),
         (["frozen_lake", "--episodes", "1"], "episodes: got 1, expected at least 2"),
         (["frozen_lake", "--allow", "sloww"], "did you mean slow"),
         (["tests.support.broken_envs:Saef"], "did you mean 'Safe'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_told_with_the_nearest_name(capsys, words, said):
     assert main(["env", "check", *words]) == 2
     assert said in capsys.readouterr().err

@@ -16,58 +16,32 @@ def words(text: str) -> list[str]:
     return read_script(text, "verl").overrides
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        pytest.param(f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1", ["a.b=1", "d=3"], id="lines that go on"),
-        pytest.param(f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n", ["a.b=1", "d=3"], id="a last line that goes on"),
-        pytest.param(f"{RUN} a.b=1 d=3 \\", ["a.b=1", "d=3"], id="a script that ends in the middle of a line"),
-        pytest.param(
-            f'A=1\nB="x y"\nA=2\nexport C=${{A}}z\n{RUN} a=$A b="$B" c=$C d=${{D:-4}} e=$HOME/f g=$A$A\nA=3',
-            ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"],
-            id="variables in order",
-        ),
-        pytest.param(
-            f'A=${{A:-"${{HOME}}/verl"}}\nB=${{B:-"${{A}}/data.parquet"}}\n{RUN} b="${{B}}" c=${{C:-16}}',
-            ["b=${oc.env:HOME}/verl/data.parquet", "c=16"],
-            id="variables in fallbacks",
-        ),
-        pytest.param(f"A=1\n{RUN} a='$A' b=\"'$A'\"", ["a=$A", "b='1'"], id="dollars in single quotes"),
-        pytest.param(
-            'A="a=1 \\\nb=2"\nD="-m verl.trainer.main_ppo"\npython3 ${D} $A c="$A"',
-            ["a=1", "b=2", "c=a=1 b=2"],
-            id="a value without quotes",
-        ),
-        pytest.param(f"A=3\n{RUN} a=$((A * (2 + 1))) b=$(($A - 5)) c=$((10 / 4))", ["a=9", "b=-2", "c=2"], id="sums"),
-        pytest.param(
-            f'A=(\n  a=1\n  b="x y"   # note\n)\nA+=(c=3)\nB=(d=4 e=5)\n{RUN} "${{A[@]}}" ${{B[@]}} "$@"',
-            ["a=1", "b=x y", "c=3", "d=4", "e=5"],
-            id="arrays",
-        ),
-        pytest.param(
-            f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M',
-            ["a=1", "m=${oc.env:M}"],
-            id="branches that end the script",
-        ),
-        pytest.param(
-            f': "${{N:=4}}"\nA=(x y z)\n'
-            f'{RUN} a=$N b=${{#A[@]}} c=${{A[1]}} d=${{N:+set}} e=${{O:+set}} f="${{P:?no P}}"',
-            ["a=4", "b=3", "c=y", "d=set", "e=", "f=${oc.env:P}"],
-            id="forms of variables",
-        ),
-        pytest.param(f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone", ["lr=1e-6"], id="the first round of a loop"),
-        pytest.param(
-            'rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
-            f"\n{RUN} a=${{rate}}\\\n  b=2\ndone",
-            ["a=1e-3", "b=2"],
-            id="a do right behind the values of a loop",
-        ),
-        pytest.param(
-            f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n", ["a=1"], id="a document that is run"
-        ),
-        pytest.param(f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2", ["b=2"], id="a document that is no command"),
-    ],
-)
+SCRIPTS = {
+    "lines that go on": (f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1", ["a.b=1", "d=3"]),
+    "a last line that goes on": (f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n", ["a.b=1", "d=3"]),
+    "a script that ends in the middle of a line": (f"{RUN} a.b=1 d=3 \\", ["a.b=1", "d=3"]),
+    "variables in order": (f'A=1\nA=2\nexport C=${{A}}z\n{RUN} a=$A c=$C e=$HOME/f g=$A$A\nA=3',
+        ["a=2", "c=2z", "e=${oc.env:HOME}/f", "g=22"]),
+    "variables in fallbacks":
+        (f'A=${{A:-"${{HOME}}/verl"}}\nB=${{B:-"${{A}}/data.parquet"}}\n{RUN} b="${{B}}" c=${{C:-16}}',
+         ["b=${oc.env:HOME}/verl/data.parquet", "c=16"]),
+    "a value without quotes": ('A="a=1 \\\nb=2"\nD="-m verl.trainer.main_ppo"\npython3 ${D} $A c="$A"',
+        ["a=1", "b=2", "c=a=1 b=2"]),
+    "arguments of the script": (f'A=(\n  a=1\n  b="x y"   # note\n)\n{RUN} "${{A[@]}}" "$@"', ["a=1", "b=x y"]),
+    "branches that end the script":
+        (f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M',
+         ["a=1", "m=${oc.env:M}"]),
+    "a variable that must be set": (f'{RUN} e=${{O:+set}} f="${{P:?no P}}"', ["e=", "f=${oc.env:P}"]),
+    "the first round of a loop": (f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone", ["lr=1e-6"]),
+    "a do right behind the values of a loop":
+        ('rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
+         f"\n{RUN} a=${{rate}}\\\n  b=2\ndone", ["a=1e-3", "b=2"]),
+    "a document that is run": (f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n", ["a=1"]),
+    "a document that is no command": (f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2", ["b=2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "expected"), SCRIPTS.values(), ids=SCRIPTS)
 def test_words_of_a_script(script, expected):
     assert words(script) == expected
 
@@ -208,33 +182,18 @@ A=(
 A+=(z=1)
 run "${A[@]}" "${A[@]:1:2}" q=${#A[@]} w=${A[$L]}
 """,
-    "quotes": """
-x=foo
-run a=\\'${x}\\' b='$x' c="'$x'" d="\\$x" e=$x$x"$x y" f=a\\ b g=$'a\\tb'
-""",
-    "splitting": """
-O="a=1 b=2"
-run $O "$O" pre$O
-""",
+    "quotes": """x=foo
+run a=\\'${x}\\' b='$x' c="'$x'" d="\\$x" e=$x$x"$x y" f=a\\ b g=$'a\\tb'""",
+    "splitting": """O="a=1 b=2"\nrun $O "$O" pre$O""",
     "defaults": """
 A=${A:-"x y"}
 : ${B:=4} "${C:=d e}"
 run a="$A" b=$B c="$C" d=${D-e} e=${A:+set} f=${Z:-${B}0}
 """,
-    "changes": """
-M=Org/Qwen3-8B.tar.gz
-run a=${M##*/} b=${M%%.*} c=${M%.*} d=${M/e/E} f=${M,,} g=${M:4:4} h=${#M} i=${M//[0-9]/_}
-""",
-    "maps": """
-declare -A P=([a]=1 [b]=2)
-P[c]=3
-k=b
-run x=${P[a]} y=${P[$k]} z=${P[c]}
-""",
-    "sums": """
-a=7 b=2
-run $((a/b)) $((-a/b)) $((a%b)) $((a**b)) $(( a>b ? 1+a : b )) $((a>3 && b<3)) $((!a))
-""",
+    "changes": """M=Org/Qwen3-8B.tar.gz
+run a=${M##*/} b=${M%%.*} c=${M%.*} d=${M/e/E} f=${M,,} g=${M:4:4} h=${#M} i=${M//[0-9]/_}""",
+    "maps": "declare -A P=([a]=1 [b]=2)\nP[c]=3\nk=b\nrun x=${P[a]} y=${P[$k]} z=${P[c]}",
+    "sums": "a=7 b=2\nrun $((a/b)) $((-a/b)) $((a%b)) $((a**b)) $(( a>b ? 1+a : b )) $((a>3 && b<3)) $((!a))",
     "loops": """
 S=
 for i in 1 2 3
@@ -248,15 +207,7 @@ S=$S$n
 done
 run "${A[@]}" $S
 """,
-    "cases": """
-M=big
-case $M in
- small|tiny) A=1 ;;
- b*) A=2; B=3 ;;
- *) A=4 ;;
-esac
-run a=$A b=$B
-""",
+    "cases": "M=big\ncase $M in\n small|tiny) A=1 ;;\n b*) A=2; B=3 ;;\n *) A=4 ;;\nesac\nrun a=$A b=$B",
     "tests": """
 A=fsdp2
 [[ ! $A == meg* && ( -n $A || $A < b ) ]] && B=1
@@ -271,26 +222,10 @@ function g { f "$@" z; }
 g 1 "2 3"
 run "$G" ${undefined:-none}
 """,
-    "arguments": """
-set -- a "b c" d
-shift
-run "$@" $# "$1" ${2} "${@:2}"
-""",
-    "texts": """
-C="run a=1 \\
-  'b=x y'"
-eval "$C"
-""",
-    "indirect": """
-N=M
-M=5
-run a=${!N} b="${M}"
-""",
-    "lists": """
-true && A=1 || A=2
-false || B=3
-run $A $B
-""",
+    "arguments": 'set -- a "b c" d\nshift\nrun "$@" $# "$1" ${2} "${@:2}"',
+    "texts": """C="run a=1 \\\n  'b=x y'"\neval "$C" """,
+    "indirect": 'N=M\nM=5\nrun a=${!N} b="${M}"',
+    "lists": "true && A=1 || A=2\nfalse || B=3\nrun $A $B",
 }
 
 

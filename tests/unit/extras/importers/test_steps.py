@@ -4,41 +4,21 @@
 ``core_algos``, the schedules of ``torch_functional``) and ROLL (``roll/configs``, ``rlvr_config``, ``agentic_config``).
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.compose import compose_config
-from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.training.optim import learning_rate
-from roll.extras.importers.convert import convert, report
-from roll.extras.importers.draft import Kind
-from roll.preflight.choices import CHECKS
+from tests.unit.extras.importers.imported import FILES, imported
 
-RUNS = yaml.safe_load((Path(__file__).parent / "files" / "runs.yaml").read_text())
+RUNS = yaml.safe_load((FILES / "runs.yaml").read_text())
 ROLLOUTS = 200
 """Of a run that ends with its epochs, whose length only the data knows."""
 K3, K1 = ("k3", "low_var_kl"), ("k1", "kl")
-
-
-def imported(system: str, run: dict[str, Any], folder: Path) -> RLVRConfig | AgenticConfig:
-    """What ``roll train`` would read."""
-    if system == "verl":
-        file = folder / "run.sh"
-        file.write_text("python3 -m verl.trainer.main_ppo " + run["words"].replace("~", "actor_rollout_ref."))
-    else:
-        file = folder / "run.yaml"
-        file.write_text(yaml.safe_dump(run["config"]))
-    result = convert(system, [file])
-    (folder / "mine.yaml").write_text(result.text)
-    config = load_composed(result.schema, "mine", compose_config("mine", folder, ()))
-    assert isinstance(config, RLVRConfig | AgenticConfig)
-    return config
 
 
 def kl(config: Any) -> list[Any] | None:
@@ -109,9 +89,11 @@ def step_of(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("system", "name"), [(system, name) for system in RUNS for name in RUNS[system]])
-def test_a_step_is_what_it_was(system, name, tmp_path):
+def test_a_step_is_what_it_was(system, name):
     run = RUNS[system][name]
-    config = imported(system, run, tmp_path)
+    if system == "verl":
+        text = "python3 -m verl.trainer.main_ppo " + run["words"].replace("~", "actor_rollout_ref.")
+    config = imported(system, text=text if system == "verl" else yaml.safe_dump(run["config"])).config
     found, expected = step_of(config), dict(run["expected"])
     rates, peak = expected.pop("rate"), config.actor_train.training_args.learning_rate
     # Their warm-up begins with 0, ours with its first part; verl's goes on with each rollout, ours with each step.
@@ -121,9 +103,9 @@ def test_a_step_is_what_it_was(system, name, tmp_path):
     assert found == expected
 
 
-FILES = Path(__file__).parent / "files" / "steps"
-CHATLEARN = yaml.safe_load((FILES / "chatlearn.yaml").read_text())
-MINDSPEED = yaml.safe_load((FILES / "mindspeed.yaml").read_text())
+CHATLEARN, MINDSPEED = (
+    yaml.safe_load((FILES / "steps" / f"{name}.yaml").read_text()) for name in ("chatlearn", "mindspeed")
+)
 SIZES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -198,28 +180,13 @@ def compare(config: RLVRConfig, usual: dict[str, Any], expected: dict[str, Any])
     seen, wanted = step_of_others(config), {**usual, **expected}
     if config.validation is not None:
         seen["evaluated_with"] = sampling_of_others(config.val_sampling)
-        seen["evaluated"] = {
-            "every": config.eval_steps,
-            "before": config.val_before_train,
-            "after": config.val_after_train,
-        }
+        after, before = config.val_after_train, config.val_before_train
+        seen["evaluated"] = {"every": config.eval_steps, "before": before, "after": after}
     wanted["tokens"] = wanted["sequences"] * wanted["lengths"][2]  # at most
     rates = wanted.pop("rates")
     assert seen.pop("rates") == [None if rate is None else pytest.approx(rate, rel=1e-6) for rate in rates]
     assert seen == wanted
     assert not config.dual_clip_loss  # neither system has one: ChatLearn bounds the loss itself
-
-
-def imported_of_others(
-    system: str, files: list[Path], folder: Path, variables: dict[str, str] | None = None
-) -> RLVRConfig:
-    result = convert(system, files, (), CHECKS, variables=variables)
-    lost = [each for each in result.outcomes if each.kind in (Kind.IMPOSSIBLE, Kind.UNKNOWN)]
-    assert not lost and not result.problems, report(result)
-    (folder / "mine.yaml").write_text(result.text)
-    config = load_composed(result.schema, "mine", compose_config("mine", folder, ()))
-    assert isinstance(config, RLVRConfig)
-    return config
 
 
 @pytest.mark.parametrize("name", CHATLEARN["runs"])
@@ -238,16 +205,16 @@ def test_an_optimizer_step_of_chatlearn(name, tmp_path, monkeypatch):
     start = ["python chatlearn/entrypoint.py grpo", "--config-file template.yaml", *words, "2>&1 | tee log"]
     script.write_text("#!/bin/bash\nsource base_env.sh\n" + " \\\n  ".join(start))
     variables = {"WORLD_SIZE": str(run.get("nodes", 1)), "GPUS_PER_NODE": "8"}
-    compare(imported_of_others("chatlearn", [script], tmp_path, variables), CHATLEARN["usual"], run["expected"])
+    found = imported("chatlearn", file=script, variables=variables, lost=set())
+    compare(found.config, CHATLEARN["usual"], run["expected"])
 
 
 @pytest.mark.parametrize("name", MINDSPEED["runs"])
-def test_an_optimizer_step_of_mindspeed(name, tmp_path):
+def test_an_optimizer_step_of_mindspeed(name):
     run, values = MINDSPEED["runs"][name], {}
     for section in (*MINDSPEED["sections"], "critic_config", "ref_config"):
         given = {} if run.get("bare") else MINDSPEED["sections"].get(section, {})
         if section in run["file"] or given:
             values[section] = {**given, **run["file"].get(section, {})}
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(values))
-    compare(imported_of_others("mindspeed", [file], tmp_path), MINDSPEED["usual"], run["expected"])
+    found = imported("mindspeed", text=yaml.safe_dump(values), lost=set())
+    compare(found.config, MINDSPEED["usual"], run["expected"])

@@ -31,7 +31,6 @@ from roll.extras.importers.table import DERIVE as DERIVED
 from roll.extras.importers.table import (
     DROP,
     FOLDER,
-    IMPOSSIBLE,
     SECTION,
     TRANSFORMS,
     Omitted,
@@ -46,41 +45,35 @@ from roll.extras.importers.table import (
     usual,
 )
 from roll.preflight.choices import CHECKS
+from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, UNKNOWN, imported
 
-DOCUMENTED = [line.split() for line in (Path(__file__).parent / "documented.txt").read_text().splitlines()]
+DOCUMENTED = [
+    (system, key)
+    for system, _, keys in (line.partition(" ") for line in Path(__file__).with_name("documented.txt").open())
+    for key in spread(keys.strip())
+]
 OPTIONS = "strategy_args.strategy_config."
 ENGINE = ("actor_rollout_ref", "rollout", "engine_kwargs", "vllm")
 OPEN = ("actor_train.data_args.chat_template_kwargs.", "tracker_kwargs.", "system_envs.", "pf_ppo.")
 """Sections whose keys are others' to check, or any."""
 
 
-PASSED_ON = (
-    "max_num_batched_tokens",
-    "enable_chunked_prefill",
-    "swap_space",
-    "enable_expert_parallel",
-    "attention_backend",
-)
+PASSED_ON = ("max_num_batched_tokens", "enable_chunked_prefill", "swap_space", "enable_expert_parallel",
+             "attention_backend")  # fmt: skip
 """Arguments that engines take beside the options of their cards."""
+SCHEMAS = (RLVRConfig, AgenticConfig, DistillConfig, DPOConfig, SFTConfig)
+
+
+def field_of(key: str) -> tuple[Any, Any] | None:
+    """Annotation and metadata of a key of ours; of those of a strategy in the options of some engine."""
+    _, options, rest = key.partition(OPTIONS)
+    places = [card.options for card in cards()] if options else SCHEMAS
+    parts = (rest if options else key.removesuffix(".**")).split(".")
+    return next((found for place in places if (found := locate(place, parts))), None)
 
 
 def known(path: str) -> bool:
-    """Whether a key of ours exists; those of a strategy in the options of some engine."""
-    _, options, rest = path.partition(OPTIONS)
-    if options:
-        return rest in ("**", *PASSED_ON) or any(locate(card.options, rest.split(".")) for card in cards())
-    parts = path.removesuffix(".**").split(".")
-    return any(
-        locate(schema, parts) is not None for schema in (AgenticConfig, DistillConfig, DPOConfig, RLVRConfig, SFTConfig)
-    )
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_a_key_whose_own_keys_are_told_is_not_judged_as_a_whole(system):
-    all_rows = list(rows(system))
-    inner = [row.key for row in all_rows if not row.key.endswith("**")]
-    judged = {row.key for row in all_rows if row.how == IMPOSSIBLE}
-    assert [key for key in judged if any(other.startswith(f"{key}.") for other in inner)] == []
+    return path.partition(OPTIONS)[2] in ("**", *PASSED_ON) or field_of(path) is not None
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -96,10 +89,13 @@ def test_every_row_leads_to_a_key_that_exists(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_key_has_one_row_and_says_what_becomes_of_it(system):
-    assert [key for key, count in Counter(row.key for row in rows(system)).items() if count > 1] == []
-    silent = [row.key for row in rows(system) if row.how in ("drop", "impossible") and not row.note]
-    assert silent == []
+def test_a_key_has_one_row_that_says_what_becomes_of_it_and_is_not_judged_where_its_own_keys_are(system):
+    all_rows = list(rows(system))
+    assert [key for key, count in Counter(row.key for row in all_rows).items() if count > 1] == []
+    assert [row.key for row in all_rows if row.how in (DROP, IMPOSSIBLE) and not row.note] == []
+    inner = [row.key for row in all_rows if not row.key.endswith("**")]
+    judged = {row.key for row in all_rows if row.how == IMPOSSIBLE}
+    assert [key for key in judged if any(other.startswith(f"{key}.") for other in inner)] == []
 
 
 def test_every_documented_key_has_a_row():
@@ -127,14 +123,11 @@ def test_the_closest_row_is_taken():
         ("actor_train.model_args.flash_attn", "use model_args.attn_implementation of the role"),
         ("clip_ratio_high", "use pg_clip_high with use_pg_clip_range: true; read with use_pg_clip_range"),
         ("rollout_backend", "use actor_infer.strategy_args.strategy_name"),
+        ("nobodys_key", None),
     ],
 )
 def test_hints_are_made_from_the_tables(path, hint):
     assert advice(path.split(".")) == hint
-
-
-def test_no_hint_where_no_system_has_the_name():
-    assert advice(["nobodys_key"]) is None
 
 
 def test_values_are_carried_over():
@@ -159,64 +152,17 @@ def test_the_page_is_current():
     assert done.returncode == 0, done.stdout
 
 
-FILES = Path(__file__).parent / "files"
-GIVEN = {
-    "roll": FILES / "roll" / "run" / "rlvr.yaml",
-    "verl": FILES / "run_verl.sh",
-    "verl_sft": FILES / "run_verl_sft.sh",
-    "chatlearn": FILES / "chatlearn.yaml",
-    "mindspeed": FILES / "mindspeed.yaml",
-}
 NAMES = {"<role>": "actor_train", "<domain>": "sums", "<tag>": "Boxes", "**": "a"}
 SAMPLES: dict[str, Any] = {
-    "opposite": True,
-    "commas": ["q_proj", "v_proj"],
-    "bf16-or-fp32": True,
-    "unless-true": False,
-    "positive": 20,
-    "never": 20,
-    "period": 20,
-    "all": 20,
-    "first": ["one"],
-    "parts": ["model", "extra"],
-    "trackers": ["console"],
-    "attention": "flash_attention_2",
-    "schedule": "cosine",
-    "optimizer": "Muon",
-    "replay": "R2",
-    "wsd-fall": "1-sqrt",
-    "resume": "auto",
-    "dtype": "bfloat16",
-    "trainer": "megatron",
-    "generator": "vllm",
-    "env-manager": "StepEnvManager",
-    "grouping": "tags",
-    "divergence": "reverse_kl",
-    "normalisation": "mean_std",
-    "estimator": "group_norm",
-    "listed": "moe, mlp",
-    "policy-loss": "geo_mean",
-    "cut": "right",
-    "unbounded": 2,
-    "truncation": "left",
+    "opposite": True, "commas": ["q_proj", "v_proj"], "bf16-or-fp32": True, "unless-true": False, "positive": 20,
+    "never": 20, "period": 20, "all": 20, "first": ["one"], "parts": ["model", "extra"], "trackers": ["console"],
+    "attention": "flash_attention_2", "schedule": "cosine", "optimizer": "Muon", "replay": "R2", "wsd-fall": "1-sqrt",
+    "resume": "auto", "dtype": "bfloat16", "trainer": "megatron", "generator": "vllm", "estimator": "group_norm",
+    "env-manager": "StepEnvManager", "grouping": "tags", "divergence": "reverse_kl", "normalisation": "mean_std",
+    "listed": "moe, mlp", "policy-loss": "geo_mean", "cut": "right", "unbounded": 2, "truncation": "left",
     "text-none": "batch",
-}
+}  # fmt: skip
 """Values that mean something to each transformation."""
-
-
-def filled(row: Row) -> tuple[str, str]:
-    """The key there and here, names in place of what is in angle brackets."""
-    key = fill(row.key, {f"{name}": value for name, value in NAMES.items()})
-    return key, fill(row.ours, NAMES) or key
-
-
-def field_of(key: str) -> tuple[Any, Any] | None:
-    """Annotation and metadata of a key of ours."""
-    _, options, rest = key.partition(OPTIONS)
-    if options:
-        return next((found for card in cards() if (found := locate(card.options, rest.split(".")))), None)
-    schemas = (RLVRConfig, AgenticConfig, DistillConfig, DPOConfig, SFTConfig)
-    return next((found for schema in schemas if (found := locate(schema, key.split(".")))), None)
 
 
 def value_of(row: Row, ours: str) -> Any:
@@ -258,7 +204,8 @@ def test_every_transformation_has_a_sample():
 
 @pytest.mark.parametrize(("system", "row"), TRANSLATED)
 def test_a_key_there_becomes_the_key_here(system, row):
-    key, ours = filled(row)
+    key = fill(row.key, NAMES)
+    ours = fill(row.ours, NAMES) or key
     value = value_of(row, ours)
     expected = TRANSFORMS[row.how](value) if row.how else value
     values = nested(key, value)
@@ -302,22 +249,10 @@ def test_of_what_is_read_together_nothing_goes_without_a_word(system):
 
 
 RELEASES = {"verl": ("0.6.1", "0.7.0", "0.8.0", "0.9.1"), "roll": ("0.3.0",)}
-SPEED = (
-    "preprocessing_num_workers",
-    "max_num_batched_tokens",
-    "max_running_requests",
-    "model_update_buffer_size_mb",
-    "rollout_workers",
-    "rpc_timeout",
-    "tokenization_sanity_check",
-    "enable_chunked_prefill",
-    "share_prompts",
-    "use_sequence_packing",
-    "infer_batch_size",
-    "max_tokens_per_microbatch_in_infer",
-    "sequence_length_round",
-    "logging_dir",
-)
+SPEED = ("preprocessing_num_workers", "max_num_batched_tokens", "max_running_requests", "model_update_buffer_size_mb",
+         "rollout_workers", "rpc_timeout", "tokenization_sanity_check", "enable_chunked_prefill", "share_prompts",
+         "use_sequence_packing", "infer_batch_size", "max_tokens_per_microbatch_in_infer", "sequence_length_round",
+         "logging_dir")  # fmt: skip
 """Parts of keys that change no result, or where something is written."""
 OLDER = ("actor_rollout_ref.actor.optim.warmup_style", "algorithm.rollout_is_level", "algorithm.rollout_is_mode")
 """Keys with a default that none of these releases has, or that has been null since."""
@@ -356,10 +291,8 @@ PENALTY = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_lo
 def test_a_file_with_all_defaults_of_verl_is_the_file_without(release, words, tmp_path):
     file = tmp_path / "defaults.yaml"
     file.write_text(yaml.safe_dump(written_out("verl", release, megatron=False)))
-    alone = convert("verl", [GIVEN["verl"]], words, CHECKS)
-    whole = convert("verl", [file, GIVEN["verl"]], words, CHECKS)
-    told = {each.key for each in whole.outcomes if each.kind in (Kind.UNKNOWN, Kind.IMPOSSIBLE)}
-    assert not told and not whole.problems
+    alone, whole = (convert("verl", [*files, GIVEN["verl"]], words, CHECKS) for files in ([], [file]))
+    assert not [each.key for each in whole.outcomes if each.kind in LOST] and not whole.problems
     texts = [dict(leaves(yaml.safe_load(each.text))) for each in (alone, whole)]
     changed = {key for key in texts[0].keys() | texts[1].keys() if texts[0].get(key) != texts[1].get(key)}
     assert {key for key in changed if not any(part in key for part in SPEED)} == set()
@@ -429,24 +362,23 @@ def test_a_key_that_no_rule_knows_is_told_in_every_section(system):
     assert [section for section in closed if f"{section}.key_of_nobody" not in told] == []
 
 
-def unknown(system: str, *words: str) -> set[str]:
-    imported = convert(system, [GIVEN[system]], words, CHECKS)
-    found = {each.key for each in imported.outcomes if each.kind == Kind.UNKNOWN}
-    assert imported.exit_code == int(bool(found or imported.problems))
-    return found
+def unknown(*words: str) -> set[str]:
+    found = imported("roll", *words)
+    assert found.exit_code == int(bool(found.lost or found.result.problems))
+    return {key for key, kind in found.kinds if kind == UNKNOWN}
 
 
 def test_a_link_makes_harmless_only_what_it_reads():
     words = ["+texts.known=1", "+texts.other=2", "+texts.more.a=3", "max_steps=${texts.known}"]
-    assert unknown("roll", *words) == {"texts.other", "texts.more.a"}
-    assert unknown("roll", *words, "+nested={b: '${.c}', c: 1}") == {"texts.other", "texts.more.a", "nested.b"}
-    assert unknown("roll", *words, "+which=more", "eval_steps=${texts.${which}.a}") == {"texts.other"}
-    assert unknown("roll", *words, "eval_steps=${oc.select:texts.other,3}") == {"texts.more.a"}
+    assert unknown(*words) == {"texts.other", "texts.more.a"}
+    assert unknown(*words, "+nested={b: '${.c}', c: 1}") == {"texts.other", "texts.more.a", "nested.b"}
+    assert unknown(*words, "+which=more", "eval_steps=${texts.${which}.a}") == {"texts.other"}
+    assert unknown(*words, "eval_steps=${oc.select:texts.other,3}") == {"texts.more.a"}
 
 
 @pytest.mark.parametrize("key", ["some_template", "_private_", "action_pattern", "my_penalty"])
 def test_a_name_makes_no_key_harmless(key):
-    assert unknown("roll", f"+{key}=text") == {key}
+    assert unknown(f"+{key}=text") == {key}
 
 
 def test_an_argument_that_no_engine_has_is_unknown_and_braces_stand_for_several_keys():
@@ -454,10 +386,8 @@ def test_an_argument_that_no_engine_has_is_unknown_and_braces_stand_for_several_
     megatron = "actor_rollout_ref.actor.megatron.override_transformer_config"
     words = [f"{engine}.max-modle-len=3", f"{engine}.max-model-len=4096", f"{megatron}.apply_rope_fusion=true"]
     words += [f"{megatron}.key_of_nobody=1", "actor_rollout_ref.actor.strategy=megatron"]
-    imported = convert("verl", [GIVEN["verl"]], words, CHECKS)
-    found = {each.key for each in imported.outcomes if each.kind == Kind.UNKNOWN}
-    assert found == {f"{engine}.max-modle-len", f"{megatron}.key_of_nobody"} and imported.exit_code == 1
-    assert "max_model_len: 4096" in imported.text
+    found = imported("verl", *words, lost={f"{engine}.max-modle-len", f"{megatron}.key_of_nobody"})
+    assert "max_model_len: 4096" in found.text
     assert spread("a.{b,c}.{d,e.f}") == ["a.b.d", "a.b.e.f", "a.c.d", "a.c.e.f"]
     assert spread("a.<role>.b") == ["a.<role>.b"]
 
@@ -516,27 +446,24 @@ def test_text_is_no_picture(values):
     ],
 )
 def test_pictures_are_refused_by_name(system, word):
-    imported = convert(system, [GIVEN[system]], [word])
-    told = {each.key for each in imported.outcomes if "pictures" in each.note and each.kind == Kind.IMPOSSIBLE}
-    assert word.partition("=")[0].lstrip("+") in told and imported.exit_code == 1
+    found, key = imported(system, word), word.partition("=")[0].lstrip("+")
+    assert key in found.lost and found.exit_code == 1
+    assert any("pictures" in each.note for each in found.outcomes if each.key == key and each.kind == IMPOSSIBLE)
 
 
 def test_pictures_become_keys_of_ours():
-    words = ["+actor_train.data_args.image_max_pixels=4096", "+actor_train.data_args.image_folder=/data"]
-    imported = convert("roll", [GIVEN["roll"]], ["pretrain=Qwen/Qwen2.5-VL-7B-Instruct", *words])
-    assert imported.exit_code == 0 and {"image_max_pixels": 4096, "image_folder": "/data"}.items() <= (
-        yaml.safe_load(imported.text)["actor_train"]["data_args"].items()
-    )
+    data = "actor_train.data_args"
+    words = [f"+{data}.image_max_pixels=4096", f"+{data}.image_folder=/data", "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"]
+    found = imported("roll", *words, lost=set())
+    assert found[f"{data}.image_max_pixels", f"{data}.image_folder"] == (4096, "/data")
     worker = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
-    imported = convert("roll", [GIVEN["roll"]], [f"rewards.cv.worker_cls={worker}"])
-    assert yaml.safe_load(imported.text)["rewards"]["cv"]["verifiers"] == [{"name": "boxes"}]
+    assert imported("roll", f"rewards.cv.worker_cls={worker}").written["rewards"]["cv"]["verifiers"] == [
+        {"name": "boxes"}
+    ]
     words = ["data.image_key=shots", "+data.mm_processor_kwargs={max_pixels: 4096}", "data.val_files=geo3k.parquet"]
-    imported = convert("verl", [GIVEN["verl"]], words)
-    weights = [each["weight"] for each in yaml.safe_load(imported.text)["rewards"]["geo3k"]["verifiers"]]
-    assert weights == [0.9, 0.1]
-    assert imported.exit_code == 0 and {"image_max_pixels": 4096, "image": "shots"}.items() <= (
-        yaml.safe_load(imported.text)["actor_train"]["data_args"].items()
-    )
+    found = imported("verl", *words)
+    assert found.exit_code == 0 and found[f"{data}.image_max_pixels", f"{data}.image"] == (4096, "shots")
+    assert [each.weight for each in found["rewards.geo3k.verifiers"]] == [0.9, 0.1]
 
 
 def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_path):
@@ -552,34 +479,32 @@ def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_p
 
 def test_a_default_that_is_written_out_asks_for_no_pictures():
     words = ["data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos"]
-    imported = convert("verl", [GIVEN["verl"]], words)
-    assert imported.exit_code == 0
-    assert {each.key for each in imported.outcomes if each.kind == Kind.DROPPED} >= {"data.image_key", "data.video_key"}
-    model = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
-    assert convert("verl", [GIVEN["verl"]], [*words, model]).exit_code == 0
-    assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=2.0"]).exit_code == 0
-    assert convert("roll", [GIVEN["roll"]], ["+actor_train.data_args.video_fps=4.0"]).exit_code == 1
+    found = imported("verl", *words, lost=set())
+    assert {("data.image_key", DROPPED), ("data.video_key", DROPPED)} <= found.kinds
+    imported("verl", *words, "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", lost=set())
+    for rate, lost in (("2.0", set()), ("4.0", {"actor_train.data_args.video_fps"})):
+        assert imported("roll", f"+actor_train.data_args.video_fps={rate}").lost == lost
 
 
 def test_the_report_begins_with_what_a_user_must_look_at():
     words = ["+key_of_nobody=1", "actor_train.mtp_training_mode=joint"]
-    imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
-    text = report(imported)
+    found = imported("roll", *words).result
+    text = report(found)
     order = [text.index(f"\n{kind} (") for kind in (Kind.UNKNOWN, Kind.TO_DO, Kind.DERIVED, Kind.DROPPED)]
     assert text.startswith(f"{Kind.IMPOSSIBLE} (1)") and order == sorted(order)
-    assert "\nkept (" not in text and "\nkept (" in report(imported, everything=True)
+    assert "\nkept (" not in text and "\nkept (" in report(found, everything=True)
 
 
 def test_what_is_lost_stands_above_its_place_in_the_result():
     words = ["+actor_train.training_args.rate_of_nobody=1", "+key_of_nobody=1"]
-    imported = convert("roll", [GIVEN["roll"]], words, CHECKS)
-    lines = imported.text.splitlines()
+    found = imported("roll", *words)
+    lines = found.text.splitlines()
     place = lines.index("  # lost: actor_train.training_args.rate_of_nobody: unknown to the importer")
     assert lines[place + 1] == "  training_args:"
     assert lines[1] == "# lost: key_of_nobody: unknown to the importer"
-    assert "# TODO: rewards.talk.judge_prompt" in imported.text
+    assert "# TODO: rewards.talk.judge_prompt" in found.text
     plain = [line for line in lines if not line.lstrip().startswith("#")]
-    assert yaml.safe_load("\n".join(plain)) == yaml.safe_load(imported.text)
+    assert yaml.safe_load("\n".join(plain)) == found.written
 
 
 def test_comments_keep_values_as_they_are():

@@ -135,15 +135,28 @@ MERGE = """class Solution:
 COUNT = "def count(words: List[str]) -> Dict[str, int]:\n    return dict(Counter(words))\n"
 DEPTH = "def depth(n):\n    return 0 if n == 0 else 1 + depth(n - 1)\n"
 
+INFO = {"language": "python", "test_cases": [{"input": "1 2", "output": "3", "type": "stdin_stdout", "fn_name": None}]}
+KEYS = (("input", "output"), ("stdin", "stdout"), ("stdin", "expected_stdout"), ("input", "expected_output"))
+DATES = [
+    "import datetime",
+    "from decimal import Decimal",
+    "assert g() == Decimal('0.1')",
+    "assert f(datetime.date(2020, 1, 31)) == datetime.date(2020, 2, 1)",
+    "assert h() == datetime.timedelta(1, 2)",
+]
+PLAIN = [
+    "from fractions import Fraction",
+    "from collections import deque",
+    "assert f() == Fraction(1, 3)",
+    "assert g() == range(3)",
+    "assert h() == deque([1])",
+]
+
 FORMS = [
     # --- programs
-    form("list of input and output", [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2"}],
-         PROGRAMS),
-    form("stdin and stdout", [{"stdin": "1 2\n", "stdout": "3\n"}], PROGRAMS),
-    form("stdin and expected_stdout (ROLL)", [{"stdin": "1 2\n", "expected_stdout": "3\n"}], PROGRAMS),
-    form("ROLL, as text", json.dumps([{"stdin": "1 2\n", "expected_stdout": "3\n"}]), PROGRAMS),
-    form("input and expected_output", [{"input": "1 2", "expected_output": "3"}], PROGRAMS),
-    form("stdin and expected_output", [{"stdin": "1 2", "expected_output": "3"}], PROGRAMS),
+    *(form(f"{given} and {said}", [{given: "1 2\n", said: "3\n"}, {given: "5 -7", said: "-2"}], PROGRAMS)
+      for given, said in KEYS),
+    form("stdin and expected_stdout, as text", json.dumps([{"stdin": "1 2\n", "expected_stdout": "3\n"}]), PROGRAMS),
     form("inputs and outputs (APPS, TACO, Eurus)", IO, PROGRAMS),
     form("inputs and outputs as JSON (verl)", json.dumps(IO), PROGRAMS),
     form("JSON in JSON", json.dumps(json.dumps(IO)), PROGRAMS),
@@ -162,18 +175,8 @@ FORMS = [
          {"public_tests": {"input": ["1 2"], "output": ["3"]}, "private_tests": {"input": [], "output": []}}, PROGRAMS),
     form("stdin_stdout (PrimeIntellect, DeepCoder)",
          [{"type": "stdin_stdout", "input": "1 2\n", "output": "3\n", "fn_name": None}], PROGRAMS),
-    form("verification_info (open-r1)",
-         {"language": "python",
-         "test_cases": [{"input": "1 2", "output": "3", "type": "stdin_stdout", "fn_name": None}]}, PROGRAMS),
-    form(
-        "verification_info inside",
-        {
-            "verification_info": json.dumps(
-                {"language": "python", "test_cases": [{"input": "1 2", "output": "3", "type": "stdin_stdout"}]}
-            )
-        },
-        PROGRAMS,
-    ),
+    form("verification_info (open-r1)", INFO, PROGRAMS),
+    form("verification_info inside", {"verification_info": json.dumps(INFO)}, PROGRAMS),
     form("unit_tests (NeMo Gym)", {"unit_tests": IO}, PROGRAMS),
     form("LiveCodeBench, stdin", json.dumps(LCB_STDIN), PROGRAMS),
     form("LiveCodeBench, stdin, private", private(LCB_STDIN), PROGRAMS),
@@ -320,30 +323,10 @@ FORMS = [
         "def is_same_list(a, b):\n    return True\n\n" + SAME),
     one("trees of LeetCode", {"test": TREES, "entry_point": "Solution().invertTree"}, INVERT,
         INVERT.replace("root.left, root.right =", "_ ="), "def is_same_tree(a, b):\n    return True\n\n" + SAME),
-    one(
-        "dates and decimals",
-        [
-            "import datetime",
-            "from decimal import Decimal",
-            "assert f(datetime.date(2020, 1, 31)) == datetime.date(2020, 2, 1)",
-            "assert g() == Decimal('0.1')",
-            "assert h() == datetime.timedelta(1, 2)",
-        ],
+    one("dates and decimals", DATES,
         "from datetime import timedelta\nfrom decimal import Decimal\ndef f(d):\n    return d + timedelta(days=1)\n"
-        "def g():\n    return Decimal('0.1')\ndef h():\n    return timedelta(1, 2)\n",
-        "def f(d):\n    return d\n",
-    ),
-    one(
-        "fractions, ranges, deques",
-        [
-            "from fractions import Fraction",
-            "from collections import deque",
-            "assert f() == Fraction(1, 3)",
-            "assert g() == range(3)",
-            "assert h() == deque([1])",
-        ],
+        "def g():\n    return Decimal('0.1')\ndef h():\n    return timedelta(1, 2)\n", "def f(d):\n    return d\n"),
+    one("fractions, ranges, deques", PLAIN,
         "from fractions import Fraction\nfrom collections import deque\ndef f():\n    return Fraction(1, 3)\n"
-        "def g():\n    return range(3)\ndef h():\n    return deque([1])\n",
-        "def f():\n    return 1\n",
-    ),
+        "def g():\n    return range(3)\ndef h():\n    return deque([1])\n", "def f():\n    return 1\n"),
 ]  # fmt: skip

@@ -52,38 +52,22 @@ HUMAN_EVAL = {
 @pytest.mark.parametrize(
     ("code", "tests"), [(PROGRAM, PROGRAM_TESTS), (ADD, CALLS), (ADD, ADD_TESTS), (ADD, HUMAN_EVAL)]
 )
-def test_right_programs_score(code, tests):
+def test_right_programs_score_and_wrong_ones_do_not(code, tests):
     verdict = score(code, tests)
     assert (verdict.score, verdict.correct, verdict.answer) == (1.0, True, code.strip())
     assert verdict.parts == {"tests_passed": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        (PROGRAM.replace("+", "-"), PROGRAM_TESTS),
-        (ADD.replace("+", "-"), ADD_TESTS),
-        ("def add(:", ADD_TESTS),
-        ("def add(:", PROGRAM_TESTS),
-        ("raise ValueError", ADD_TESTS),
-    ],
-)
-def test_wrong_programs_do_not(code, tests):
-    verdict = score(code, tests)
-    assert (verdict.score, verdict.correct) == (0.0, False) and verdict.answer is not None
-
-
-def test_no_program_is_no_answer():
-    verdict = score(None, ADD_TESTS)
+    for wrong in (code.replace("+", "-"), "def add(:", "raise ValueError"):
+        verdict = score(wrong, tests)
+        assert (verdict.score, verdict.correct) == (0.0, False) and verdict.answer is not None
+    verdict = score(None, tests)
     assert (verdict.score, verdict.correct, verdict.answer) == (0.0, False, None)
 
 
 def test_the_score_can_be_the_share_of_tests():
     tests = {"fn_name": "f", "inputs": [[n] for n in range(4)], "outputs": [0, 1, 2, 30]}
-    verdict = score("def f(n):\n    return n", tests, partial=True)
-    assert (verdict.score, verdict.correct) == (0.75, False)
-    verdict = score("def f(n):\n    return n", tests)
-    assert (verdict.score, verdict.correct) == (0.0, False)
+    for partial, share in ((True, 0.75), (False, 0.0)):
+        verdict = score("def f(n):\n    return n", tests, partial=partial)
+        assert (verdict.score, verdict.correct) == (share, False)
 
 
 @pytest.mark.parametrize("ending", ["while True: pass", "os._exit(0)", "sys.exit(0)", "os.kill(os.getpid(), 9)"])
@@ -305,19 +289,11 @@ def test_forgeries_score_nothing(forgery, kind):
     assert (verdict.score, verdict.correct) == (0.0, False)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import os\nos._exit(0)",
-        "import sys\nsys.exit(0)",
-        "print('3')\nimport os\nos._exit(1)",
-        "import glob\nfor path in glob.glob('/tmp/**', recursive=True):\n    print(open(path).read())",
-        "import sys\nprint(sys.stdin.read())",
-        "while True: print(3)",
-    ],
-)
-def test_programs_cannot_read_or_claim_the_expected_output(code):
-    assert score(code, PROGRAM_TESTS, partial=True).score == 0.0
+def test_programs_cannot_read_or_claim_the_expected_output():
+    files = "import glob\nfor path in glob.glob('/tmp/**', recursive=True):\n    print(open(path).read())"
+    endings = ("import os\nos._exit(0)", "import sys\nsys.exit(0)", "print('3')\nimport os\nos._exit(1)")
+    for code in (*endings, files, "import sys\nprint(sys.stdin.read())", "while True: print(3)"):
+        assert score(code, PROGRAM_TESTS, partial=True).score == 0.0, code
 
 
 # --- malformed rows ---------------------------------------------------------------------------------------------------
@@ -410,23 +386,12 @@ def test_parsed_tests():
 @pytest.mark.parametrize(
     ("response", "where", "code"),
     [
-        ("```python\na\n```", "fence", "a\n"),
         ("```python\na\n```\nthen\n```py\nb\n```", "fence", "b\n"),
-        ("```\na\n```", "fence", "a\n"),
         ("```python\na\n```\n```bash\nls\n```", "fence", "a\n"),
-        ("```python\na\n```\n```python\nunfinished", "fence", "a\n"),
-        ("```python\nunfinished", "fence", None),
-        ("```python\n\n```", "fence", None),
-        ("```python\nx = '''\n``` inside\n'''\n```", "fence", "x = '''\n``` inside\n'''\n"),
-        ("<think>```python\na\n```</think>none", "fence", None),
-        ("<think>x</think>```python\na\n```", "fence", "a\n"),
-        ("a", "fence", None),
-        ("<answer>a</answer>", "answer", "a"),
+        ("```python\na\n```\n```python\nunfinished", "fence", "a\n"), ("```python\nunfinished", "fence", None),
+        ("a", "fence", None), ("<answer>a</answer>", "answer", "a"),
         ("<answer>a</answer> or <answer>\n```python\nb\n```\n</answer>", "answer", "b\n"),
-        ("<answer>a", "answer", None),
-        ("a", "answer", None),
-        (" a ", "whole", "a"),
-        ("", "whole", None),
+        ("<answer>a", "answer", None), ("a", "answer", None), (" a ", "whole", "a"), ("", "whole", None),
     ],
 )  # fmt: skip
 def test_where_the_program_is(response, where, code):
@@ -439,22 +404,11 @@ def test_where_the_program_is(response, where, code):
 @pytest.mark.parametrize(
     ("given", "expected", "tolerance", "same"),
     [
-        ("1 2\n3\n", "1 2\n3", 0, True),
-        ("1 2 \r\n\n", "1 2", 0, True),
-        ("1  2", "1 2", 0, False),
-        ("1\n\n2", "1\n2", 0, False),
-        ("", "", 0, True),
-        ("1", "", 0, False),
-        ("0.33333", "0.333333", 1e-4, True),
-        ("0.33333", "0.333333", 0, False),
-        ("1.0", "1", 1e-9, True),
-        ("1000001", "1000000", 1e-5, True),
-        ("nan", "1", 1.0, False),
-        ("inf", "1e999", 1.0, False),
-        ("1e999", "1", 1.0, False),
-        ("1_0", "10", 1e-9, False),
-        ("YES 1.0", "YES 1", 1e-9, True),
-        ("1 1", "1", 1e-9, False),
+        ("1 2\n3\n", "1 2\n3", 0, True), ("1 2 \r\n\n", "1 2", 0, True), ("1  2", "1 2", 0, False),
+        ("1\n\n2", "1\n2", 0, False), ("", "", 0, True), ("1", "", 0, False), ("1.0", "1", 1e-9, True),
+        ("0.33333", "0.333333", 1e-4, True), ("0.33333", "0.333333", 0, False), ("1000001", "1000000", 1e-5, True),
+        ("nan", "1", 1.0, False), ("inf", "1e999", 1.0, False), ("1e999", "1", 1.0, False), ("1_0", "10", 1e-9, False),
+        ("YES 1.0", "YES 1", 1e-9, True), ("1 1", "1", 1e-9, False),
     ],
 )  # fmt: skip
 def test_outputs_are_compared_by_lines(given, expected, tolerance, same):
@@ -464,21 +418,10 @@ def test_outputs_are_compared_by_lines(given, expected, tolerance, same):
 @pytest.mark.parametrize(
     ("given", "expected", "same"),
     [
-        ((1, (2,)), [1, [2]], True),
-        ({1: 2}, {"1": 2}, True),
-        (True, 1, False),
-        (1, True, False),
-        (1, 1.0, True),
-        ("1", 1, False),
-        (None, None, True),
-        ({1}, [1], False),
-        ([1, 2], [1], False),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        (10**400, 1.0, False),
-        (0.1 + 0.2, 0.3, True),
-        (10**12 + 1.0, 10**12, False),
-        (0.333, 1 / 3, False),
-        ({1, 2}, {2, 1}, True),
+        ((1, (2,)), [1, [2]], True), ({1: 2}, {"1": 2}, True), (True, 1, False), (1, True, False), (1, 1.0, True),
+        ("1", 1, False), (None, None, True), ({1}, [1], False), ([1, 2], [1], False), (10**400, 1.0, False),
+        ({"a": 1}, {"a": 1, "b": 2}, False), (0.1 + 0.2, 0.3, True), (10**12 + 1.0, 10**12, False),
+        (0.333, 1 / 3, False), ({1, 2}, {2, 1}, True),
     ],
 )  # fmt: skip
 def test_values_are_compared_as_json(given, expected, same):
@@ -522,10 +465,6 @@ def test_it_is_registered_with_rules_between_its_keys():
 REPLIES = [json.loads(line) for line in Path(__file__).with_name("code_replies.jsonl").read_text().splitlines()]
 
 
-def test_there_are_many_replies():
-    assert len(REPLIES) >= 100 and len({reply["name"] for reply in REPLIES}) == len(REPLIES)
-
-
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply["name"])
 def test_the_program_of_a_reply_is_found(reply):
     asked = Asked(frozenset(reply["asked"]), reply["input"])
@@ -556,28 +495,13 @@ def test_of_several_candidates_the_last_counts(blocks):
 @pytest.mark.parametrize(
     "piece",
     [
-        *(
-            "`",
-            "~",
-            "```\n",
-            "```python\n",
-            "~~~\n",
-            '"""\n',
-            "'''",
-            "# ",
-            "\\",
-            RIGHT,
-            " ",
-            "\t\n",
-            ">>> x\n",
-            "- ",
-            "> ",
-        ),
-        *("for in :", "import a, ", "a = ", "a[", "@a(", "</a>", "<answer>", '```python\n"""\n```\n', "```a` ", "\r"),
-        *("```python\n  x\n```\n", "```python\nimport a\n```\n", "```python\ndef f():\n  pass\n```\n", "````\n```\n"),
+        *("`", "~", "```\n", "```python\n", "~~~\n", '"""\n', "'''", "# ", "\\", RIGHT, " ", "\t\n", ">>> x\n", "- "),
+        *("> ", "for in :", "import a, ", "a = ", "a[", "@a(", "</a>", "<answer>", "```a` ", "\r", "````\n```\n"),
+        *('```python\n"""\n```\n', "```python\n  x\n```\n", "```python\nimport a\n```\n"),
+        "```python\ndef f():\n  pass\n```\n",
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_no_text_takes_long_to_read(piece):
     text = piece * (50_000 // len(piece))
     started = time.process_time()

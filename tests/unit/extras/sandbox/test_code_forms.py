@@ -100,12 +100,10 @@ def test_values_and_arguments_are_read_as_they_are_written():
 async def test_wrapped_values_are_read_in_one_way_throughout(partial):
     tests = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}
 
+    mixed = "def f(n):\n    return n if n == 1 else [n]\n"
     with forked(partial=partial) as score:
-        mixed = "def f(n):\n    return n if n == 1 else [n]\n"
-        assert [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)] == [
-            1.0,
-            pytest.approx(2 / 3) if partial else 0.0,
-        ]
+        found = [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)]
+    assert found == [1.0, pytest.approx(2 / 3) if partial else 0.0]
 
 
 async def test_code_that_asks_nothing_is_no_test_of_its_own():
@@ -113,7 +111,5 @@ async def test_code_that_asks_nothing_is_no_test_of_its_own():
     assert [test.code for test in suite.tests] == ["assert math.floor(add(1, 2)) == 3\nassert True"]
 
     with forked(partial=True) as score:
-        assert [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")] == [
-            1.0,
-            0.0,
-        ]
+        found = [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")]
+    assert found == [1.0, 0.0]

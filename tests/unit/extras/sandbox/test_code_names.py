@@ -70,17 +70,12 @@ HONEST = {
     "imported in one test": (["from collections import Counter\nassert Counter(add('a', 'b')) == Counter('ab')",
         "assert Counter(add('', ''))=={}"], ADD),
     "defined in the tests": (["def same(a, b):\n    return a == b\nassert same(add(1, 2), 3)"], ADD),
-    "a class": (
-        ["s = Stack()\ns.push(1)\nassert s.pop() == 1", "assert Stack().empty()"],
-        "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, x):\n"
-        "        self.items.append(x)\n    def pop(self):\n        return self.items.pop()\n    def empty(self):\n"
-        "        return not self.items\n",
-    ),
+    "a class": (["s = Stack()\ns.push(1)\nassert s.pop() == 1", "assert Stack().empty()"],
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+        "    def pop(self): return self.items.pop()\n    def empty(self): return not self.items\n"),
     "a tree of its nodes": (
-        {
-            "test_list": ["assert total(root) == 6"],
-            "setup": "root = Node(1)\nroot.left = Node(2)\nroot.right = Node(3)",
-        },
+        {"test_list": ["assert total(root) == 6"],
+         "setup": "root = Node(1)\nroot.left = Node(2)\nroot.right = Node(3)"},
         "class Node:\n    def __init__(self, n):\n        self.n, self.left, self.right = n, None, None\n"
         "def total(node):\n    return node.n + total(node.left) + total(node.right) if node else 0\n",
     ),
@@ -127,17 +122,9 @@ def test_a_program_may_import_what_it_is_asked_for():
 
 
 def test_a_program_gets_names_that_it_uses_without_importing_them():
-    found = provided(
-        "def f(x: List[int]) -> Optional[str]:\n    return Counter(x), math.inf, heappush, re.sub, 'split'"
-    )
-    assert found == {
-        "List": "typing",
-        "Optional": "typing",
-        "Counter": "collections",
-        "math": "",
-        "heappush": "heapq",
-        "re": "",
-    }
+    code = "def f(x: List[int]) -> Optional[str]:\n    return Counter(x), math.inf, heappush, re.sub, 'split'"
+    modules = {"List": "typing", "Optional": "typing", "Counter": "collections", "heappush": "heapq"}
+    assert provided(code) == {**modules, "math": "", "re": ""}
     assert provided("x.split(n).index(string)") == {}
 
 
@@ -194,15 +181,9 @@ def test_planted_names_earn_nothing(plant):
     planted = [PLANTS[plant].format(name) for name in WRAPPED if plant != "module" or name in ("math", "collections")]
     last = ("sys", "types", "type", "str", "dict", "tuple", "list")  # what the planting itself needs
     everything = "".join(sorted(planted, key=lambda text: any(f" {name}" in text for name in last)))
-    assert scores([(tests, everything + BAD), (tests, everything), (tests, BAD)]) == [0.0, 0.0, 0.0]
-    assert (
-        scores([([test], PLANTS[plant].format(name) + BAD) for name, test in list(WRAPPED.items())[::3]]).count(0.0)
-        == 10
-    )
-
-
-def test_right_programs_pass_the_tests_that_planted_names_attack():
-    assert scores([(list(WRAPPED.values()), ADD)]) == [1.0]
+    assert scores([(tests, everything + BAD), (tests, everything), (tests, ADD)]) == [0.0, 0.0, 1.0]
+    alone = [([test], PLANTS[plant].format(name) + BAD) for name, test in list(WRAPPED.items())[::3]]
+    assert scores(alone) == [0.0] * 10
 
 
 COMPARED = [
@@ -294,9 +275,8 @@ def test_objects_of_a_class_that_the_tests_name_have_its_operators_among_themsel
     from_plain = ["assert abs(length(V(2)) - 2) < 1e-6", "assert length(V(2)) == 2", "assert length(V(2)) * 1 == 2"]
     hidden = ["with V(1) as v:\n    assert length(v) == 5"]
     assert scores([(from_plain, forged), (from_plain, honest), (hidden, honest)]) == [0.0, 1.0, 0.0]
-    strangers = (
-        VECTOR.format(equal="isinstance(other, W)", length="W()") + "class W(V):\n    __init__ = lambda s: None\n"
-    )
+    strangers = VECTOR.format(equal="isinstance(other, W)", length="W()")
+    strangers += "class W(V):\n    __init__ = lambda s: None\n"
     assert scores([(["assert length(V(1)) == length(V(2))"], strangers)]) == [0.0]
 
 
@@ -460,21 +440,18 @@ def test_what_tests_give_the_program_is_lent_to_it(group):
 
 
 NOSY = {
-    "globals": "def apply(f, x):\n    return f.__globals__['expected']\n",
-    "behind the proxy": (
-        "def apply(f, x):\n    return f._owner.borrow(f._number, 'get', name='__globals__')['expected']\n"
-    ),
-    "code": "def apply(f, x):\n    return f._owner.borrow(f._number, 'special', name='__code__')\n",
-    "another's attribute": "def apply(f, x):\n    return f._owner.borrow(f._number, 'set', 3, name='__defaults__')\n",
-    "an object that equals all": (
-        "class E:\n    def __eq__(self, o):\n        return True\ndef apply(f, x):\n    return f(E())\n"
-    ),
+    "globals": "f.__globals__['expected']",
+    "behind the proxy": "f._owner.borrow(f._number, 'get', name='__globals__')['expected']",
+    "code": "f._owner.borrow(f._number, 'special', name='__code__')",
+    "another's attribute": "f._owner.borrow(f._number, 'set', 3, name='__defaults__')",
+    "an object that equals all": "f(type('E', (), {'__eq__': lambda self, o: True})())",
 }
 
 
 def test_what_is_lent_leads_to_nothing_else_of_the_tests():
     test = "expected = 3\nassert apply(lambda v: v, 3) == expected"
-    assert scores([([test], program) for program in NOSY.values()]) == [0.0] * len(NOSY)
+    found = scores([([test], f"def apply(f, x):\n    return {value}\n") for value in NOSY.values()])
+    assert dict(zip(NOSY, found, strict=True)) == dict.fromkeys(NOSY, 0.0)
 
 
 def test_what_cannot_be_lent_is_a_problem_of_the_row_and_never_one_that_a_program_can_make():

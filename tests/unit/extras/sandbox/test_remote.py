@@ -68,14 +68,11 @@ class Handler(BaseHTTPRequestHandler):
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         limits = SandboxLimits(wall_seconds=body["run_timeout"], memory_mb=body["memory_limit_MB"])
         done = asyncio.run(Sandbox().run_program(body["code"], body["stdin"], limits))
-        run = {
-            "status": "TimeLimitExceeded" if done.timed_out else "Finished",
-            "execution_time": done.wall_s,
-            "return_code": None if done.timed_out else done.exit_code,
-            "stdout": done.stdout,
-            "stderr": done.stderr,
-        }
-        good = run["status"] == "Finished" and done.exit_code == 0
+        ended = {"status": "Finished", "return_code": done.exit_code}
+        if done.timed_out:
+            ended = {"status": "TimeLimitExceeded", "return_code": None}
+        run = {**ended, "execution_time": done.wall_s, "stdout": done.stdout, "stderr": done.stderr}
+        good = not done.timed_out and done.exit_code == 0
         return {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": run}
 
     def log_message(self, *args: Any) -> None:
@@ -133,29 +130,23 @@ def test_programs_score_as_in_the_local_sandbox(good, bad, tests):
     assert (body["memory_limit_MB"], body["run_timeout"] <= 8) == (256, True)
 
 
-@pytest.mark.parametrize(
-    "forgery",
-    [
-        "import os\nos._exit(0)",
-        "def add(a, b):\n    import os\n    os._exit(0)",
-        "import builtins\nbuiltins.compile = lambda *a, **k: None\ndef add(a, b):\n    return 0",
-        "class Yes:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Yes()",
-        "import sys, json\nfor n in (1, 2, 3):\n    sys.stdout.write(json.dumps({'ok': True}) + '\\n')",
-        "while True:\n    pass",
-    ],
-)
-def test_what_did_not_pass_the_tests_scores_nothing(forgery):
-    with serving() as service:
-        [verdict] = score_all(service.url, [forgery], ASSERTIONS, limits=SandboxLimits(wall_seconds=1, memory_mb=256))
-    assert (verdict.score, verdict.parts["tests_passed"]) == (0.0, 0.0)
+FORGERIES = [
+    "import os\nos._exit(0)",
+    "def add(a, b):\n    import os\n    os._exit(0)",
+    "import builtins\nbuiltins.compile = lambda *a, **k: None\ndef add(a, b):\n    return 0",
+    "class Yes:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Yes()",
+    "import sys, json\nfor n in (1, 2, 3):\n    sys.stdout.write(json.dumps({'ok': True}) + '\\n')",
+    "while True:\n    pass",
+]
 
 
-def test_a_test_that_takes_too_long_costs_that_test_only():
-    code = "def add(a, b):\n    while a == 1:\n        pass\n    return a + b"
+def test_what_did_not_pass_the_tests_scores_nothing_and_a_test_that_takes_too_long_costs_that_test_only():
+    slow = "def add(a, b):\n    while a == 1:\n        pass\n    return a + b"
+    limits = SandboxLimits(wall_seconds=1, memory_mb=256)
     with serving() as service:
-        limits = SandboxLimits(wall_seconds=1, memory_mb=256)
-        [verdict] = score_all(service.url, [code], ASSERTIONS, partial=True, limits=limits)
-    assert verdict.score == 0.5
+        *forged, half = score_all(service.url, [*FORGERIES, slow], ASSERTIONS, partial=True, limits=limits)
+    assert [(verdict.score, verdict.parts["tests_passed"]) for verdict in forged] == [(0.0, 0.0)] * len(FORGERIES)
+    assert half.score == 0.5
 
 
 _ERROR = json.dumps({"status": "SandboxError", "message": "no pod is free"})
@@ -178,10 +169,7 @@ def test_failures_of_the_service_are_tried_again_and_counted():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (
-            (200, _ERROR),
-            r"sandbox at http://127.*/run_code: status 'SandboxError': 'no pod is free' \(attempt 2 of 2\)",
-        ),
+        ((200, _ERROR), r"at http://127.*/run_code: status 'SandboxError': 'no pod is free' \(attempt 2 of 2\)"),
         ((200, '{"status": "Success"}'), "expected the status of a run as JSON, got"),
         ((404, "not here"), "status 404, expected 200: 'not here'"),
     ],

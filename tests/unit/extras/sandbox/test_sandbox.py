@@ -84,18 +84,21 @@ def run(sandbox: Sandbox, source: str, stdin: str = "", **limits) -> SandboxResu
     return asyncio.run(sandbox.run_program(source, stdin, LIMITS.model_copy(update=limits)))
 
 
+HEAD = """
+import ctypes, errno, json, os, signal, sys
+facts = json.loads(sys.stdin.read())
+libc = ctypes.CDLL(None, use_errno=True)
+def attempt(what):
+    try:
+        return what()
+    except (OSError, ValueError) as error:
+        return type(error).__name__
+"""
+
+
 def says(sandbox: Sandbox, source: str, facts: object = None, **limits) -> list[str]:
     """The lines of a program that is told ``facts`` and ends normally."""
-    head = "import ctypes, errno, json, os, signal, sys\nfacts = json.loads(sys.stdin.read())\n"
-    head += "libc = ctypes.CDLL(None, use_errno=True)\n"
-    head += (
-        "def attempt(what):\n"
-        "    try:\n"
-        "        return what()\n"
-        "    except (OSError, ValueError) as error:\n"
-        "        return type(error).__name__\n"
-    )
-    result = run(sandbox, head + source, json.dumps(facts), **limits)
+    result = run(sandbox, HEAD + source, json.dumps(facts), **limits)
     assert (result.exit_code, result.timed_out) == (0, False), result
     return result.stdout.splitlines()
 
@@ -134,17 +137,10 @@ async def test_runs_at_the_same_time_do_not_disturb_each_other(sandbox):
 
 @pytest.mark.parametrize(
     ("source", "code"),
-    [
-        ("raise ValueError('x')", 1),
-        ("def f(:", 1),
-        ("import ctypes; ctypes.string_at(0)", 139),
-        ("import os; os.abort()", 134),
-        ("import os; os.kill(os.getpid(), 15)", 143),
-        ("import os; os._exit(7)", 7),
-        ("x = 'a\0b'", 1),
-        ("x = '\ud800'", 1),
-    ],
-)
+    [("raise ValueError('x')", 1), ("def f(:", 1), ("import ctypes; ctypes.string_at(0)", 139),
+     ("import os; os.abort()", 134), ("import os; os.kill(os.getpid(), 15)", 143), ("import os; os._exit(7)", 7),
+     ("x = 'a\0b'", 1), ("x = '\ud800'", 1)],
+)  # fmt: skip
 def test_ways_to_end_have_the_exit_code_of_a_shell(sandbox, source, code):
     result = run(sandbox, source)
     assert (result.exit_code, result.stdout, result.timed_out) == (code, "", False)
@@ -234,6 +230,10 @@ def test_shared_mappings_of_all_processes_count_once_against_the_limit(sandbox):
     assert says(sandbox, SHARED, facts, memory_mb=128, processes=8) == ["[0, 0, 0, 0, 0]"]
 
 
+MACHINE = os.uname().machine
+REFUSED = {"PermissionError", "OSError"}  # OSError: user 0 does not even exist
+CALLS = {"x86_64": [321, 298, 323, 425, 250, 248, 304, 175], "aarch64": [280, 241, 282, 425, 219, 217, 265, 105]}
+CLONE = {"x86_64": 56, "aarch64": 220}
 PROGRAMS = {
     "memory that no limit counts is refused": (
         "print(attempt(lambda: os.memfd_create('x')))\nprint(libc.shmget(0, 1 << 20, 0o1600))",
@@ -253,6 +253,19 @@ for name in ("NPROC", "AS", "CPU", "FSIZE", "NOFILE", "CORE"):
 """,
         ["ValueError"] * 6,
     ),
+    "a file and the folder have a bound": (
+        """
+def fill(name):
+    with open(name, "wb", buffering=0) as file:
+        while file.write(b"x" * 100000) == 100000:
+            pass
+print(attempt(lambda: fill("a")), os.path.getsize("a") <= 4 << 20)
+for name in "bcdef":
+    attempt(lambda: fill(name))
+print(sum(os.path.getsize(name) for name in os.listdir()) <= 8 << 20)
+""",
+        [{"OSError True", "None True"}, "True"],
+    ),
     "passwords and accounts are not there": (
         "for path in ('/etc/passwd', '/etc/shadow', '/etc/hosts', '/root/.ssh', '/root/.bashrc'):\n"
         "    print(attempt(lambda: os.stat(path)))",
@@ -267,12 +280,94 @@ for name in ("NPROC", "AS", "CPU", "FSIZE", "NOFILE", "CORE"):
         "shutil.rmtree('/tmp', ignore_errors=True)\nprint(os.listdir('/tmp'))",
         ["[]"],
     ),
+    "only the three streams are open": (
+        """
+print([n for n in range(64) if attempt(lambda: os.fstat(n)) != "OSError"])
+print(attempt(lambda: os.write(0, b"forged")))
+""",
+        ["[0, 1, 2]", REFUSED],
+    ),
+    "another program sees as little": (
+        """
+import subprocess
+for line in ("cat /etc/passwd", "ls /proc /home", "echo $ROLL_SECRET", "test `id -u` = 0 && echo root"):
+    print(repr(subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True).stdout))
+""",
+        ["''", "''", r"'\n'", "''"],
+    ),
+    "no way to another user": (
+        """
+print(os.getuid() != 0, os.geteuid() != 0, 0 not in os.getgroups())
+for call in (os.setuid, os.setgid, os.seteuid):
+    print(attempt(lambda: call(0)))
+print(attempt(lambda: os.setgroups([0])))
+print(attempt(lambda: os.chown("/tmp", 0, 0)))
+print(libc.prctl(39, 0, 0, 0, 0))  # PR_GET_NO_NEW_PRIVS
+""",
+        ["True True True", *[REFUSED] * 5, "1"],
+    ),
+    "no capabilities": (
+        """
+data = (ctypes.c_uint32 * 6)()
+print(libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data), list(data))
+print(attempt(lambda: os.mknod("disk", 0o60600, os.makedev(8, 0))))
+print(attempt(lambda: os.nice(-5)))
+print(attempt(lambda: os.chroot("/tmp")), attempt(lambda: os.sched_setscheduler(0, 1, os.sched_param(1))))
+""",
+        [f"0 {[0] * 6}", REFUSED, REFUSED, "PermissionError PermissionError"],
+    ),
+    "namespaces and mounts are refused": (
+        f"""
+def call(name, *args):
+    ctypes.set_errno(0)
+    print(getattr(libc, name)(*args), errno.errorcode.get(ctypes.get_errno()))
+for flag in (0x10000000, 0x00020000, 0x40000000, 0x20000000):
+    call("unshare", flag)
+call("mount", b"none", b"/tmp", b"tmpfs", 0, None)
+call("mount", None, b"/", None, 32, None)
+call("umount2", b"/tmp", 2)
+call("setns", 0, 0)
+call("syscall", {CLONE.get(MACHINE)}, 0x10000000 | 17, 0, 0, 0, 0)
+call("syscall", 435, 0, 0)
+call("syscall", 428, -100, b"/", 0)
+""",
+        [{"-1 EPERM", "-1 ENOSYS"}] * 11,
+    ),
+    "dangerous system calls are refused": (
+        f"for number in {CALLS.get(MACHINE)}:\n    print(libc.syscall(number, 0, 0, 0, 0, 0), ctypes.get_errno())",
+        [f"-1 {errno.EPERM}"] * 8,
+    ),
+    "nothing outside the temporary folder can be written": (
+        """
+library = os.path.dirname(os.__file__)
+for folder in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/root", os.path.dirname(sys.executable), library):
+    print(attempt(lambda: open(folder + "/x", "w")))
+    print(attempt(lambda: os.chmod(folder, 0o777)))
+for what in (lambda: open(os.__file__, "a"), lambda: os.unlink(os.__file__), lambda: os.rename("/usr", "/x")):
+    print(attempt(what))
+""",
+        [REFUSED | {"FileNotFoundError"}] * 19,
+    ),
+    "devices are harmless": (
+        """
+print(sorted(os.listdir("/dev")))
+print(attempt(lambda: os.open("/dev/tty", 2)))
+print(open("/dev/null", "w").write("x"), len(open("/dev/urandom", "rb").read(4)))
+""",
+        [
+            str([name for name in ("full", "null", "random", "urandom", "zero") if os.path.exists(f"/dev/{name}")]),
+            "FileNotFoundError",
+            "1 4",
+        ],
+    ),
 }
+"""What a program tries, and what each line may say of it."""
 
 
 @pytest.mark.parametrize(("source", "lines"), PROGRAMS.values(), ids=PROGRAMS)
 def test_a_program_is_told_what_it_may(sandbox, source, lines):
-    assert says(sandbox, source) == lines
+    said, allowed = says(sandbox, source), [may if isinstance(may, set) else {may} for may in lines]
+    assert [(line, may) for line, may in zip(said, allowed, strict=True) if line not in may] == []
 
 
 def test_two_runs_share_nothing(sandbox):
@@ -299,21 +394,6 @@ def test_huge_output_ends_the_run(sandbox, stream):
 def test_closed_output_does_not_end_the_watch(sandbox):
     result = run(sandbox, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(1000)", wall_seconds=1)
     assert result.timed_out and result.stdout == ""
-
-
-def test_huge_file_and_full_folder(sandbox):
-    source = """
-def fill(name):
-    with open(name, "wb", buffering=0) as file:
-        while file.write(b"x" * 100000) == 100000:
-            pass
-print(attempt(lambda: fill("a")), os.path.getsize("a") <= 4 << 20)
-for name in "bcdef":
-    attempt(lambda: fill(name))
-print(sum(os.path.getsize(name) for name in os.listdir()) <= 8 << 20)
-"""
-    assert says(sandbox, source)[0] in ("OSError True", "None True")
-    assert says(sandbox, source)[1] == "True"
 
 
 def test_many_files(sandbox):
@@ -388,15 +468,6 @@ for path in (f"/proc/{facts}/environ", "/proc/self/mem", "/proc/1/root", f"/proc
     assert says(sandbox, source, os.getpid()) == ["True True"] + ["FileNotFoundError"] * 4
 
 
-def test_only_the_three_streams_are_open(sandbox):
-    source = """
-print([n for n in range(64) if attempt(lambda: os.fstat(n)) != "OSError"])
-print(attempt(lambda: os.write(0, b"forged")))
-"""
-    lines = says(sandbox, source)
-    assert lines[0] == "[0, 1, 2]" and lines[1] in ("PermissionError", "OSError")
-
-
 def test_symbolic_links_and_dots_lead_nowhere(sandbox, secret_files):
     source = """
 for path in facts:
@@ -407,17 +478,6 @@ for path in facts:
     print(attempt(lambda: os.link(path, "hard")))
 """
     assert set(says(sandbox, source, secret_files)) <= {"FileNotFoundError", "PermissionError"}
-
-
-def test_another_program_sees_as_little(sandbox):
-    source = """
-import subprocess
-for line in ("cat /etc/passwd", "ls /proc /home", "id -u", "echo $ROLL_SECRET"):
-    done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True)
-    print(repr(done.stdout))
-"""
-    first, second, third, fourth = says(sandbox, source)
-    assert (first, second, fourth) == ("''", "''", r"'\n'") and third != r"'0\n'"
 
 
 # --- network ----------------------------------------------------------------------------------------------------------
@@ -519,17 +579,9 @@ print(attempt(lambda: os.kill(os.getppid(), 9)))
 
 @pytest.mark.parametrize(
     "call",
-    [
-        "os.kill(-1, 9)",
-        "os.killpg(0, 9)",
-        "os.kill(0, 9)",
-        "os.kill(1, 9)",
-        "os.kill(1, 19)",
-        "os.kill(1, 14)",
-        "os.kill(1, 2)",
-        "os.kill(os.getppid(), 11)",
-    ],
-)
+    ["os.kill(-1, 9)", "os.killpg(0, 9)", "os.kill(0, 9)", "os.kill(1, 9)", "os.kill(1, 19)", "os.kill(1, 14)",
+     "os.kill(1, 2)", "os.kill(os.getppid(), 11)"],
+)  # fmt: skip
 def test_killing_all_that_can_be_seen_ends_at_most_the_run(sandbox, witness, call):
     result = run(sandbox, f"import os\ntry:\n    {call}\nexcept OSError:\n    pass\nprint('on')")
     assert not result.timed_out and result.stdout in ("", "on\n")
@@ -592,87 +644,12 @@ async def test_cancelling_ends_the_run(sandbox):
 # --- privileges -------------------------------------------------------------------------------------------------------
 
 
-def test_no_way_to_another_user(sandbox):
-    source = """
-print(os.getuid() != 0, os.geteuid() != 0, 0 not in os.getgroups())
-for call in (os.setuid, os.setgid, os.seteuid):
-    print(attempt(lambda: call(0)))
-print(attempt(lambda: os.setgroups([0])))
-print(attempt(lambda: os.chown("/tmp", 0, 0)))
-print(libc.prctl(39, 0, 0, 0, 0))  # PR_GET_NO_NEW_PRIVS
-"""
-    users, *refused, no_new_privileges = says(sandbox, source)
-    assert (users, no_new_privileges, len(refused)) == ("True True True", "1", 5)
-    assert set(refused) <= {"PermissionError", "OSError"}  # OSError: user 0 does not even exist
-
-
-def test_no_capabilities(sandbox):
-    source = """
-data = (ctypes.c_uint32 * 6)()
-print(libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data), list(data))
-print(attempt(lambda: os.mknod("disk", 0o60600, os.makedev(8, 0))), attempt(lambda: os.nice(-5)))
-print(attempt(lambda: os.chroot("/tmp")), attempt(lambda: os.sched_setscheduler(0, 1, os.sched_param(1))))
-"""
-    first, second, third = says(sandbox, source)
-    assert first == f"0 {[0] * 6}"
-    assert set(second.split()) <= {"PermissionError", "OSError"} and third == "PermissionError PermissionError"
-
-
-def test_namespaces_and_mounts_are_refused(sandbox):
-    source = """
-def call(name, *args):
-    ctypes.set_errno(0)
-    value = getattr(libc, name)(*args)
-    print(name, value, errno.errorcode.get(ctypes.get_errno()))
-for flag in (0x10000000, 0x00020000, 0x40000000, 0x20000000):
-    call("unshare", flag)
-call("mount", b"none", b"/tmp", b"tmpfs", 0, None)
-call("mount", None, b"/", None, 32, None)
-call("umount2", b"/tmp", 2)
-call("setns", 0, 0)
-call("syscall", facts["clone"], 0x10000000 | 17, 0, 0, 0, 0)
-call("syscall", 435, 0, 0)
-call("syscall", 428, -100, b"/", 0)
-"""
-    numbers = {"clone": {"x86_64": 56, "aarch64": 220}[os.uname().machine]}
-    for line in says(sandbox, source, numbers):
-        assert line.split()[1] == "-1" and line.split()[2] in ("EPERM", "ENOSYS"), line
-
-
-def test_dangerous_system_calls_are_refused(sandbox):
-    calls = {"x86_64": [321, 298, 323, 425, 250, 248, 304, 175], "aarch64": [280, 241, 282, 425, 219, 217, 265, 105]}
-    source = "for number in facts:\n    print(libc.syscall(number, 0, 0, 0, 0, 0), ctypes.get_errno())"
-    assert set(says(sandbox, source, calls[os.uname().machine])) == {f"-1 {errno.EPERM}"}
-
-
 def test_a_foreign_abi_ends_the_program(sandbox):
     if os.uname().machine != "x86_64":
         pytest.skip("x32 exists on x86_64 only")
     source = "print(libc.syscall(0x40000000 + 41, 2, 1, 0))"
     result = run(sandbox, "import ctypes\nlibc = ctypes.CDLL(None)\n" + source)
     assert (result.exit_code, result.stdout) == (159, "")  # SIGSYS
-
-
-def test_nothing_outside_the_temporary_folder_can_be_written(sandbox):
-    source = """
-library = os.path.dirname(os.__file__)
-for folder in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/root", os.path.dirname(sys.executable), library):
-    print(attempt(lambda: open(folder + "/x", "w")), attempt(lambda: os.chmod(folder, 0o777)))
-print(attempt(lambda: open(os.__file__, "a")), attempt(lambda: os.unlink(os.__file__)))
-print(attempt(lambda: os.rename("/usr", "/x")))
-"""
-    words = " ".join(says(sandbox, source)).split()
-    assert set(words) <= {"OSError", "PermissionError", "FileNotFoundError"}
-
-
-def test_devices_are_harmless(sandbox):
-    source = """
-print(sorted(os.listdir("/dev")))
-print(attempt(lambda: os.open("/dev/tty", 2)))
-print(open("/dev/null", "w").write("x"), len(open("/dev/urandom", "rb").read(4)))
-"""
-    devices = [name for name in ("full", "null", "random", "urandom", "zero") if os.path.exists(f"/dev/{name}")]
-    assert says(sandbox, source) == [str(devices), "FileNotFoundError", "1 4"]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -690,19 +667,18 @@ BREAKOUTS = [
 ]
 
 
-@pytest.mark.parametrize("text", BREAKOUTS, ids=range(len(BREAKOUTS)))
-def test_text_is_data(sandbox, text):
+def test_text_is_data(sandbox):
     """In the input, and as a literal of the source."""
     echo = "import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())"
-    assert run(sandbox, echo, text).stdout == text
-    assert run(sandbox, f"import sys\nsys.stdout.buffer.write({text!r}.encode())").stdout == text
+    for text in BREAKOUTS:
+        assert run(sandbox, echo, text).stdout == text
+    together = "".join(f"sys.stdout.buffer.write({text!r}.encode())\n" for text in BREAKOUTS)
+    assert run(sandbox, f"import sys\n{together}").stdout == "".join(BREAKOUTS)
     assert not Path("/tmp/roll-sandbox-broken-out").exists()
 
 
 def test_input_may_be_no_text_large_and_unread(sandbox):
-    echo = (
-        "import sys\ndata = sys.stdin.buffer.read()\nprint(data.hex(), flush=True)\nsys.stdout.buffer.write(b'\\xff')"
-    )
+    echo = "import sys\nprint(sys.stdin.buffer.read().hex(), flush=True)\nsys.stdout.buffer.write(b'\\xff')"
     assert run(sandbox, echo, "a\ud800").stdout == "61eda080\n\ufffd"
     text = "x" * 3_000_000
     assert run(sandbox, "import sys\nprint(len(sys.stdin.read()))", text).stdout == "3000000\n"

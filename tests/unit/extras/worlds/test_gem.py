@@ -7,8 +7,6 @@ import pytest
 
 import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
-from roll.configs.problems import ConfigErrors
-from tests.support.absence import hide
 
 GUESS = "game:GuessTheNumber-v0-easy"
 
@@ -62,12 +60,3 @@ def test_a_question_has_one_answer():
     _, reward, terminated, truncated, info = env.step("I do not know")
     assert "times does the letter" in question and (terminated, truncated, info["success"]) == (True, False, False)
     assert reward < 1
-
-
-def test_what_is_not_there_is_told(monkeypatch):
-    pytest.importorskip("gem.envs", reason="pip install 'roll-rl[gem]'")
-    with pytest.raises(ConfigErrors, match="did you mean game:GuessTheNumber"):
-        envs.make("gem", env_id="game:GuessNumber-v0-easy")
-    hide(monkeypatch, ["gem"])
-    with pytest.raises(ConfigErrors, match="the package gem to be installed"):
-        envs.make("gem", env_id=GUESS)

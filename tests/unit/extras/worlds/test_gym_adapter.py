@@ -1,7 +1,6 @@
 """Third-party gymnasium environments played as text: as gymnasium ships them."""
 
 import sys
-from collections import deque
 
 import gymnasium
 import pytest
@@ -12,20 +11,12 @@ from roll.extras.worlds.gym_adapter import GymnasiumEnv, tell_colours
 TAXI = max((name for name in gymnasium.registry if name.startswith("Taxi-v")), key=lambda name: int(name[6:]))
 """The newest: gymnasium refuses older versions."""
 
-CLIFF = {
-    "env_id": "CliffWalking-v1",
-    "action_names": ["Up", "Right", "Down", "Left"],
-    "success_return": -13,
-    "max_steps": 30,
-}
+CLIFF = {"env_id": "CliffWalking-v1", "action_names": ["Up", "Right", "Down", "Left"], "success_return": -13}
+CLIFF |= {"max_steps": 30}
 
 
 def answer(name: str) -> str:
     return f"<answer>{name}</answer>"
-
-
-def shout(observation: object) -> str:
-    return f"STATE {observation}!"
 
 
 def test_cliff_walking_is_won_by_walking_along_the_cliff():
@@ -34,18 +25,15 @@ def test_cliff_walking_is_won_by_walking_along_the_cliff():
     assert len(text.split("\n")) >= 4 and "x" in text and "T" in text
     total = 0.0
     for name in ["Up", *["Right"] * 11, "Down"]:
-        text, reward, terminated, truncated, info = env.step(answer(name))
+        text, reward, terminated, truncated, info = env.step(answer(name.lower()))
         assert info["action"] == name and info["action_is_effective"]
         total += reward
     assert terminated and not truncated and info["success"] and total == -13
     env.close()
-
-
-def test_falling_off_the_cliff_costs_and_is_no_success():
     env = GymnasiumEnv(**CLIFF, reward_scale=0.01)
     env.reset(seed=0)
     _, reward, _, _, info = env.step(answer("Right"))
-    assert reward == -1.0 and not info["success"]
+    assert reward == -1.0 and not info["success"], "it has fallen"
 
 
 def test_an_invalid_action_is_not_played():
@@ -56,26 +44,6 @@ def test_an_invalid_action_is_not_played():
         assert after == text and info["state_key"] == start["state_key"]
         assert (reward, info["task_reward"], info["penalty"]) == (-0.5, 0.0, -0.5)
         assert (terminated, truncated) == (False, last)
-
-
-def test_taxi_is_solved_by_the_plan_of_its_transition_table():
-    names = ["South", "North", "East", "West", "Pickup", "Dropoff"]
-    env = GymnasiumEnv(env_id=TAXI, action_names=names, renderer="values", success_return=-20, max_steps=50)
-    text, _ = env.reset(seed=7)
-    table = gymnasium.make(TAXI).unwrapped.P
-    plans, queue = {int(text): []}, deque([int(text)])
-    plan = None
-    while plan is None:
-        state = queue.popleft()
-        for action, [(_, after, _, done)] in table[state].items():
-            if done:
-                plan = [*plans[state], action]
-            elif after not in plans:
-                plans[after] = [*plans[state], action]
-                queue.append(after)
-    for action in plan:
-        _, reward, terminated, _, info = env.step(answer(names[action].lower()))
-    assert terminated and info["success"] and reward == 20
 
 
 def test_frozen_lake_shows_the_player_who_is_there_by_colour_alone():
@@ -90,29 +58,16 @@ def test_frozen_lake_shows_the_player_who_is_there_by_colour_alone():
     assert "[red:G]" in text and reward == 1 and terminated and info["success"]
 
 
-def test_taxi_tells_taxi_passenger_and_destination_apart():
-    env = GymnasiumEnv(env_id=TAXI, renderer="ansi", success_return=0)
-    text, _ = env.reset(seed=0)
-    row, _, passenger, destination = env._inner.unwrapped.decode(env._inner.unwrapped.s)
-    assert "\x1b" not in text and text.startswith("+---")
-    assert f"[blue:{'RGYB'[passenger]}]" in text and f"[magenta:{'RGYB'[destination]}]" in text
-    assert text.split("\n")[1 + row].count("[yellow:") == 1 and text.count("[yellow:") == 1
-    assert env.step(answer("0"))[4]["action"] == "0"
-
-
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
-        ("plain", "plain"),
-        ("\x1b[31mA\x1b[0mB", "[red:A]B"),
-        ("\x1b[1;4mA\x1b[m", "A"),
+        ("plain", "plain"), ("\x1b[31mA\x1b[0mB", "[red:A]B"), ("\x1b[1;4mA\x1b[m", "A"),
         ("\x1b[97;44mA\x1b[49mB\x1b[39mC", "[bright white on blue:A][bright white:B]C"),
-        ("\x1b[34m \x1b[0m\x1b[43m \x1b[0m", " [yellow: ]"),
-        ("\x1b[42mA\nB\n\x1b[0m", "[green:A]\n[green:B]\n"),
+        ("\x1b[34m \x1b[0m\x1b[43m \x1b[0m", " [yellow: ]"), ("\x1b[42mA\nB\n\x1b[0m", "[green:A]\n[green:B]\n"),
         ("\x1b[38;5;208mA\x1b[48;2;1;2;3mB\x1b[0m", "[colour 208:A][colour 208 on colour 1 2 3:B]"),
         ("\x1b[2J\x1b[1;1HA\x1b[K", "A"),
     ],
-)
+)  # fmt: skip
 def test_colours_are_told(seen, told):
     assert tell_colours(seen) == told
 
@@ -141,9 +96,6 @@ def test_observations_of_any_kind_are_told_by_a_renderer(tmp_path):
     text, _ = env.reset(seed=0)
     assert text == "cart at 0.01, speed -0.0"
     assert env.step(answer("1"))[0] != text
-    assert (
-        GymnasiumEnv(env_id=TAXI, renderer=f"{__name__}:shout", success_return=0).reset(seed=0)[0].startswith("STATE ")
-    )
 
 
 def measures(observation):
@@ -192,30 +144,12 @@ def test_an_environment_of_another_package_is_registered_by_importing_its_module
 
 @pytest.mark.filterwarnings("ignore:.*render_mode")
 def test_an_unsupported_environment_is_named():
-    with pytest.raises(ValueError, match=r"Pendulum-v1 has the action space Box.*expected Discrete or Text"):
-        GymnasiumEnv(env_id="Pendulum-v1", renderer="values", success_return=0)
-    with pytest.raises(ValueError, match="renderer: got 'ansi', but CartPole-v1 renders only"):
-        GymnasiumEnv(env_id="CartPole-v1", renderer="ansi", success_return=0)
-    with pytest.raises(
-        ValueError, match=r"renderer: got nothing, but the observations of CartPole-v1 are Box.*expected"
-    ):
-        GymnasiumEnv(env_id="CartPole-v1", success_return=0)
-    with pytest.raises(ValueError, match="action_names: got 1 names, expected 6"):
-        GymnasiumEnv(env_id=TAXI, action_names=["Go"], success_return=0)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"env_id": "Taxy-v4", "success_return": 0}, "env_id: .*Taxi"),
-        ({"env_id": "no_such_module:Env-v0", "success_return": 0}, "env_id: .*no_such_module"),
-        ({"env_id": TAXI, "success_return": 0, "renderer": "value"}, "renderer: .*Did you mean 'values'"),
-        ({"env_id": TAXI, "success_return": 0, "renderer": "no.py:tell"}, "renderer: .*no.py"),
-        ({"env_id": TAXI}, "success_return: got null, expected a number, or success_key"),
-        ({"success_return": 0}, "env_id: got nothing"),
-    ],
-)
-def test_wrong_configurations_are_problems(config, message):
-    with pytest.raises(ValueError, match=message):
-        GymnasiumEnv(**config)
-    assert len(envs.check_env_config("gymnasium", config)) == 1
+    wrong = [
+        ("Pendulum-v1", {"renderer": "values"}, "Pendulum-v1 has the action space Box.*expected Discrete or Text"),
+        ("CartPole-v1", {"renderer": "ansi"}, "renderer: got 'ansi', but CartPole-v1 renders only"),
+        ("CartPole-v1", {}, "renderer: got nothing, but the observations of CartPole-v1 are Box.*expected"),
+        (TAXI, {"action_names": ["Go"]}, "action_names: got 1 names, expected 6"),
+    ]
+    for name, config, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            GymnasiumEnv(env_id=name, success_return=0, **config)

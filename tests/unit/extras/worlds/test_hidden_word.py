@@ -15,20 +15,6 @@ def answer(word: str) -> str:
     return f"<answer>{word}</answer>"
 
 
-@pytest.mark.parametrize(
-    ("guess", "word", "expected"),
-    [
-        ("crane", "crane", "+++++"),
-        ("erase", "creek", "o+..o"),
-        ("geese", "creek", ".o+.."),
-        ("allow", "lemon", ".o.+."),
-        ("aabbb", "bbaaa", "oooo."),
-    ],
-)
-def test_marks(guess, word, expected):
-    assert marks(guess, word) == expected
-
-
 @given(LETTERS, LETTERS)
 def test_a_letter_is_marked_as_often_as_both_words_have_it(guess, word):
     marked = marks(guess, word)
@@ -37,11 +23,7 @@ def test_a_letter_is_marked_as_often_as_both_words_have_it(guess, word):
         assert sum(mark != "." for mark in told) == min(guess.count(letter), word.count(letter))
         assert "o" not in told[told.index(".") :] if "." in told else True  # the first ones are marked
     assert [mark == "+" for mark in marked] == [left == right for left, right in zip(guess, word, strict=True)]
-
-
-def test_the_words_are_of_five_letters_in_order_and_distinct():
-    assert list(WORDS) == sorted(set(WORDS))
-    assert all(len(word) == 5 and word.isascii() and word.islower() and word.isalpha() for word in WORDS)
+    assert marks("erase", "creek") == "o+..o"
 
 
 @pytest.mark.parametrize("history", [True, False])
@@ -85,11 +67,8 @@ def test_the_splits_share_no_hidden_word_and_all_words_may_be_guessed():
             env.reset(seed=seed)
             hidden[split].add(env._word)
     assert not hidden["train"] & hidden["eval"]
-    assert (
-        hidden["all"] & hidden["train"]
-        and hidden["all"] & hidden["eval"]
-        and 0.1 < len(hidden["eval"]) / len(WORDS) < 0.3
-    )
+    assert hidden["all"] & hidden["train"] and hidden["all"] & hidden["eval"]
+    assert 0.1 < len(hidden["eval"]) / len(WORDS) < 0.3
 
 
 def test_the_expert_names_what_fits_and_wins_nearly_always():
@@ -107,22 +86,3 @@ def test_the_expert_names_what_fits_and_wins_nearly_always():
         wins += solved
         assert not solved or env.expert_actions() == []
     assert wins > 170
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["crane", "cran"], "words of 4 and 5 letters"),
-        (["Crane", "creek"], 'got "Crane", expected words of one length, letters a to z'),
-        (["crane", "crane"], "expected every word once"),
-        (["crane"], "words: got"),
-    ],
-)
-def test_words_that_cannot_be_played_are_refused(words, said):
-    with pytest.raises(ValueError, match=said):
-        HiddenWordEnv(words=words)
-
-
-def test_a_split_without_words_is_refused():
-    with pytest.raises(ValueError, match=r"holdout_fraction: got 0\.01, expected at least one of 2 words"):
-        HiddenWordEnv(words=["crane", "creek"], split="eval", holdout_fraction=0.01)

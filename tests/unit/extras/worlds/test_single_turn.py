@@ -46,10 +46,7 @@ def test_the_answer_is_cut_out_by_the_pattern_and_its_absence_costs_the_penalty(
     assert terminated and info["action"] is None and not info["action_is_valid"]
 
 
-def test_scorers_look_anywhere_or_are_found_by_path_like_generators():
-    env = SingleTurnEnv(items=ITEMS[1:2], scorer="contains")
-    env.reset(seed=0)
-    assert env.step("It must be 5!")[4]["success"]
+def test_scorers_are_found_by_path_like_generators():
     env = SingleTurnEnv(generator=f"{__name__}:addition", scorer=f"{__name__}:closeness", success_score=0.5)
     assert env.reset(seed=41)[0] == "41+1="
     _, reward, _, _, info = env.step("43")
@@ -68,30 +65,6 @@ def test_the_seed_picks_the_item_with_a_key_of_its_own_and_options_override_it()
     assert env.step("?")[4]["state_key"] not in keys
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({}, r"items: got \[\], expected at least one, or a generator"),
-        ({"scorer": "exakt"}, "scorer: .*unknown scorer 'exakt'. Did you mean 'exact'"),
-        ({"generator": "no_such_module:f"}, "generator: .*no_such_module"),
-        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: got .* with items"),
-        ({"answer_pattern": "("}, "answer_pattern: got"),
-        ({"items": [{"prompt": "x"}]}, "items.0.answer: got nothing"),
-    ],
-)
-def test_wrong_configurations_are_named(config, message):
-    with pytest.raises(ValueError, match=message):
-        SingleTurnEnv(**config)
-
-
-@pytest.mark.parametrize("scorer", ["exact", "contains", "words", "math"])
-def test_nothing_is_right_where_the_answer_is_blank(scorer):
-    env = SingleTurnEnv(items=[{"prompt": "x", "answer": " "}], scorer=scorer)
-    env.reset(seed=0)
-    with pytest.raises(ValueError, match="got ' ', expected"):
-        env.step("")
-
-
 ROWS = [{"meta": {"question": "1/2 + 1/4?"}, "answer": "3/4"}, {"meta": {"question": "2 + 3?"}, "answer": 5}]
 
 
@@ -106,17 +79,14 @@ def env(file: str, **keys: Any) -> SingleTurnEnv:
     return SingleTurnEnv(dataset={"file_name": file, "prompt": "meta.question"}, **keys)
 
 
-def test_the_seed_picks_a_question_the_same_in_every_environment(file):
-    asked = {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
-    assert set(asked.values()) == {"1/2 + 1/4?", "2 + 3?"}
-    assert asked == {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
-
-
 def test_a_process_reads_the_files_once(file):
     config = QuestionsConfig(file_name=file, prompt="meta.question")
+    asked = {seed: env(file).reset(seed=seed)[0] for seed in range(20)}
     first = read_questions(config)
     Path(file).unlink()
     assert read_questions(config.model_copy()) is first
+    assert asked == {seed: env(file).reset(seed=seed)[0] for seed in range(20)}, "the same in every environment"
+    assert set(asked.values()) == {"1/2 + 1/4?", "2 + 3?"}
     assert "/" in first.charset
 
 
@@ -134,6 +104,10 @@ def test_scorers(file, scorer, said, score):
     game = env(file, scorer=scorer)
     game.reset(seed=0, options={"prompt": "1/2 + 1/4?", "answer": "3/4"})
     assert game.step(said)[4]["task_reward"] == score
+    blank = SingleTurnEnv(items=[{"prompt": "x", "answer": " "}], scorer=scorer)
+    blank.reset(seed=0)
+    with pytest.raises(ValueError, match="got ' ', expected"):  # then nothing would be right
+        blank.step("")
 
 
 def test_all_rows_that_hold_no_question_are_told_and_there_is_one_source(tmp_path, file):
@@ -148,3 +122,5 @@ def test_all_rows_that_hold_no_question_are_told_and_there_is_one_source(tmp_pat
         env(file, items=[{"prompt": "a", "answer": "b"}])
     with pytest.raises(ConfigErrors, match="a dataset"):
         SingleTurnEnv()
+    with pytest.raises(ConfigErrors, match=r"items\.0\.answer: got nothing"):
+        SingleTurnEnv(items=[{"prompt": "a"}])

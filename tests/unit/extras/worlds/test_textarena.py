@@ -11,7 +11,6 @@ import pytest
 import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
 from roll.extras.worlds import own_random
-from tests.support.absence import hide
 
 HERE = "tests.unit.extras.worlds.test_textarena"
 textarena = pytest.importorskip("textarena", reason="pip install 'roll-rl[textarena]'")
@@ -66,14 +65,6 @@ def test_a_conversation_is_told_what_is_new_and_a_pattern_finds_the_move():
     assert info["action"] == "[7]" and info["state_key"] != start["state_key"]
     same, _, terminated, truncated, info = env.step("no answer")
     assert (same, info["action"], terminated, truncated) == (text, None, False, True)
-
-
-def test_a_board_is_played_and_the_seed_repeats_it():
-    small = {"env_kwargs": {"num_boxes": 1}}
-    first, second = game("Sokoban-v0", **small), game("Sokoban-v0", **small)
-    assert first.reset(seed=1)[0] != first.reset(seed=2)[0] == second.reset(seed=2)[0]
-    moves = ["[up]", "[left]", "[down]", "[right]"] * 3
-    assert [first.step(move) for move in moves] == [second.step(move) for move in moves]
 
 
 def test_games_side_by_side_draw_from_numbers_of_their_own():
@@ -162,28 +153,3 @@ def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch):
     finally:
         Stuck.come_back.set()
         thread.join()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"env_id": "GuesTheNumber-v0"}, r"env_id: .*did you mean GuessTheNumber-v0"),
-        ({"env_id": "TicTacToe-v0", "num_players": 2}, "opponent: got null, expected the other players"),
-        (
-            {"env_id": "GuessTheNumber-v0", "opponent": "random"},
-            'opponent: got "random", expected null with one player',
-        ),
-        ({"env_id": "TicTacToe-v0", "num_players": 2, "opponent": "radom"}, "Did you mean 'random'"),
-        ({"env_id": "GuessTheNumber-v0", "player": 1}, "player: got 1, expected a number below num_players = 1"),
-        ({"env_id": "GuessTheNumber-v0", "action_pattern": "x"}, "action_pattern: .*a group around the answer"),
-    ],
-)
-def test_wrong_configurations_are_problems(config, message):
-    (problem,) = envs.check_env_config("textarena", config)
-    assert re.search(message, str(problem)), problem
-
-
-def test_the_package_that_is_missing_is_named(monkeypatch):
-    hide(monkeypatch, ["textarena"])
-    (problem,) = envs.check_env_config("textarena", {"env_id": "GuessTheNumber-v0"})
-    assert "expected the package textarena to be installed (pip install 'roll-rl[textarena]')" in str(problem)

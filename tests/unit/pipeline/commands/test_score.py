@@ -26,12 +26,7 @@ LETTERS = "tests.support.scoring:Letters"
 SUMS = [
     {"id": 1, "prompt": "1+1", "solution": "2", "answers": [{"text": r"\boxed{2}"}, {"text": r"so \boxed{2.0}"}]},
     {"id": 2, "prompt": "2+2", "solution": "4", "answers": [{"text": r"\boxed{5}"}, {"text": r"\boxed{4}"}]},
-    {
-        "id": 3,
-        "prompt": "3+3",
-        "solution": "6",
-        "answers": [{"text": "I do not know the answer."}, {"error": "too long"}],
-    },
+    {"id": 3, "prompt": "3+3", "solution": "6", "answers": [{"text": "I do not know."}, {"error": "too long"}]},
 ]
 
 

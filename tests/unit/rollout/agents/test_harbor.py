@@ -69,6 +69,8 @@ def load(*folders: Path) -> Sequence[Prompt]:
 
 
 def test_folders_of_tasks_are_a_dataset(tmp_path):
+    with pytest.raises(DataError, match=r"no task\.toml in it"):
+        load(tmp_path)
     folder_of(tmp_path, name="b", toml='[task]\nname = "org/second"\n')
     folder_of(tmp_path, name="a")
     first, second = load(tmp_path)
@@ -104,11 +106,6 @@ def test_tasks_that_need_more_are_refused_with_the_reason(tmp_path, keys, told):
     with pytest.raises(DataError) as caught:
         load(tmp_path)
     assert told in str(caught.value) and "/bad: " in str(caught.value) and "/good: " not in str(caught.value)
-
-
-def test_a_folder_without_tasks_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"no task\.toml in it"):
-        load(tmp_path)
 
 
 def episode(prompt: Prompt, tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Path, Path]:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.agent import AgentConfig
 from roll.data.prompts import Prompt
 from roll.rollout.agents.episode import AgentPlayer
@@ -19,6 +19,7 @@ from roll.rollout.errors import EnvCrashError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.said_engine import EPISODE, LIMITS, PARAMS, RENDERER, Engine
+from tests.support.steps import usual_step
 
 HERE = "tests.unit.rollout.agents.test_steps"
 
@@ -42,17 +43,10 @@ class Stairs(TextEnv):
             raise ValueError("the stairs broke later")
         up = action == "up"
         self.height += up
-        return step_result(
-            f"You stand on step {self.height}.",
-            task_reward=0.5 * up,
-            penalty=0.0 if up else -0.1,
-            terminated=self.height == 2,
-            truncated=False,
-            action=action if up else None,
-            action_is_effective=up,
-            success=self.height == 2,
-            state_key=str(self.height),
-        )
+        pays = {"task_reward": 0.5 * up, "penalty": 0.0 if up else -0.1, "action_is_effective": up}
+        ends = {"terminated": self.height == 2, "success": self.height == 2}
+        said = f"You stand on step {self.height}."
+        return usual_step(said, action if up else None, self.height, **pays, **ends)
 
 
 Program = Callable[[AgentTask, httpx.AsyncClient], Awaitable[str | None]]
@@ -109,15 +103,15 @@ def test_each_step_pays_the_answer_before_it():
     first, second = episode.turns
     assert (first.action, first.task_reward, first.penalty) == ("up", 0.5, 0.0)
     assert (second.action, second.task_reward, second.penalty) == ("up", 0.5, -0.1), "of two steps"
-    assert (episode.success, episode.end, episode.final_observation) == (
-        True,
-        EpisodeEnd.TERMINATED,
-        "You stand on step 2.",
-    )
-    group = RolloutGroup(0, "Stairs", (episode,))
-    metrics = rollout_metrics([group], "rollout")
-    assert metrics["rollout/agent/steps"] == 3 and metrics["rollout/agent/calls"] == 2
+    assert (episode.success, episode.end) == (True, EpisodeEnd.TERMINATED)
+    assert episode.final_observation == "You stand on step 2."
+    groups = [RolloutGroup(0, "Stairs", (episode,))]
+    metrics = rollout_metrics(groups, "rollout")
     assert metrics["rollout/reward"] == pytest.approx(0.9) and "rollout/valid_rate" not in metrics
+    plain = Trajectory("Board", 1, 0, 0, episode.turns, EpisodeEnd.TERMINATED, False, "", history=True)
+    metrics = rollout_metrics([*groups, RolloutGroup(1, "Board", (plain,))], "rollout")
+    assert metrics["rollout/agent/steps"] == 3 and metrics["rollout/agent/calls"] == 2, "of programs' episodes alone"
+    assert metrics["rollout/valid_rate"] == 1
 
 
 def test_the_answer_of_a_program_that_takes_no_step_is_one():
@@ -202,13 +196,3 @@ def test_a_reward_of_the_programs_own_replaces_that_of_the_environment():
         assert (await client.post("/reward", json={"reward": 7.0})).is_success
 
     assert play(post, reward="call").score == 7.0
-
-
-def test_metrics_of_programs_are_means_over_their_episodes_alone():
-    async def climb(task: AgentTask, client: httpx.AsyncClient) -> None:
-        await act(client, await ask(task, client))
-
-    played = play(climb)
-    plain = Trajectory("Board", 1, 0, 0, played.turns, EpisodeEnd.TERMINATED, False, "", history=True)
-    metrics = rollout_metrics([RolloutGroup(0, "Stairs", (played,)), RolloutGroup(1, "Board", (plain,))], "rollout")
-    assert metrics["rollout/agent/steps"] == 1 and metrics["rollout/valid_rate"] == 1

@@ -16,9 +16,7 @@ from roll.agentic.tools.dialects import dialect
 from roll.configs.agent import AgentConfig
 from roll.data.columns import Item
 from roll.data.identity import items_along
-from roll.data.pictures import Pictures
 from roll.data.renderer import ChatRenderer
-from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.observations import for_programs
 from roll.rollout.rows import groups_to_batch
@@ -27,13 +25,6 @@ from tests.support.said_engine import EPISODE, LIMITS, PARAMS, RENDERER, Engine,
 
 A, B = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), np.uint8)
 Program = Callable[[openai.AsyncOpenAI], Awaitable[Any]]
-
-
-@pytest.fixture(scope="module")
-def sees(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    path, tokenizer = tmp_path_factory.mktemp("tiny") / "vl", make_tokenizer(pictures=True)
-    make_tiny_model(path, 0, pictures=True)
-    return ChatRenderer(tokenizer, pictures=Pictures(path, tokenizer=tokenizer))
 
 
 def encoded(pixels: np.ndarray, kind: str = "PNG", **keys: Any) -> str:

@@ -77,64 +77,15 @@ def test_damaged_text_never_raises(name, turn, data):
     check_turn(speaks.parse(text), text)
 
 
-PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=f>",
-    "<function=",
-    "</function>",
-    "<parameter=a>",
-    "</parameter>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<|python_tag|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "<|channel|>",
-    "analysis",
-    "commentary to=functions.f",
-    "<|constrain|>json",
-    "<|message|>",
-    "<|call|>",
-    "<|end|>",
-    "<|start|>assistant",
-    "<|start|>user",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-    "```json\n",
-    "```",
-    "<think>",
-    "</think>",
-    '{"name": "f", "arguments": {"a": 1}}',
-    '{"name": "f"}',
-    '{"name": "f", "parameters": {}}',
-    "[f(a=1)]",
-    "[f(1)]",
-    "[",
-    "]",
-    "{",
-    "}",
-    ";",
-    ",",
-    "f",
-    "\n",
-    " ",
-    "NaN",
-    "1e999",
-    '"\\ud800"',
-    "\x00",
-    "[f(a=[f()])]",
-    "f(**{1: 2})",
-    "\\",
-]
+NOTATION = """
+    <tool_call> </tool_call> <function=f> <function= </function> <parameter=a> </parameter> <arg_key> </arg_key>
+    <arg_value> </arg_value> <|python_tag|> <|python_start|> <|python_end|> [TOOL_CALLS] [ARGS] [CALL_ID] <|channel|>
+    analysis <|constrain|>json <|message|> <|call|> <|end|> <|start|>assistant <|start|>user <｜tool▁calls▁begin｜>
+    <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜> ``` <think> </think>
+    [f(a=1)] [f(1)] [f(a=[f()])] [ ] { } ; , f \\ NaN 1e999 "\\ud800"
+"""
+CALLS = ['{"name": "f", "arguments": {"a": 1}}', '{"name": "f"}', '{"name": "f", "parameters": {}}', "f(**{1: 2})"]
+PIECES = [*NOTATION.split(), *CALLS, "commentary to=functions.f", "```json\n", "\n", " ", "\x00"]
 
 
 @EACH

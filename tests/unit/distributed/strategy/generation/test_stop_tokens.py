@@ -9,46 +9,28 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from roll.data.renderer import ChatRenderer, Message, Tool
+from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.generation.model_outline import ModelOutline, stop_token_ids
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
-from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
+from tests.support.chat_families import ADD_CALL, ADD_RESULT, ADD_TOOL, FAMILIES, MARKS, family_tokenizer
 from tests.support.contract import context_of
 
 # Besides the mark of a turn and the tokenizer's end, a token with which a call ends or the next turn begins.
 MORE = {"glm4_5": {"<|observation|>"}, "gpt_oss": {"<|call|>"}}  # <|end|> stands between a thought and an answer
 STOPS = {name: {MARKS[name], family.eos, *MORE.get(name, ())} for name, family in FAMILIES.items()}
-TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 ASKED: list[Message] = [{"role": "user", "content": "1+1?"}]
-CALLED: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
-}
-RESULT: Message = {"role": "tool", "content": "2", "tool_call_id": "call00000", "name": "add"}
+CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [ADD_CALL]}
 SAID: Message = {"role": "assistant", "content": "left", "reasoning_content": "right", "thinking": "right"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_stops_where_the_template_ends_a_turn(family):
-    tokenizer = family_tokenizer(family)
-    assert set(tokenizer.convert_ids_to_tokens(stop_token_ids(None, tokenizer, "native"))) == STOPS[family]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_ends_of_the_generation_configuration_stop_it_too(family):
+def test_generation_stops_where_the_template_ends_a_turn_and_where_the_generation_configuration_says(family):
     tokenizer, ends = family_tokenizer(family), FAMILIES[family].ends.split()
     stated = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(ends))
-    found = stop_token_ids(stated, tokenizer, "native")
-    assert set(tokenizer.convert_ids_to_tokens(found)) == {*ends, *STOPS[family]}
+    for defaults, more in ((None, []), (stated, ends)):
+        found = stop_token_ids(defaults, tokenizer, "native")
+        assert set(tokenizer.convert_ids_to_tokens(found)) == {*more, *STOPS[family]}
 
 
 @pytest.mark.parametrize("family", ["llama3_1", "qwen2_5", "phi3"])
@@ -63,7 +45,9 @@ def test_vllm_and_sglang_get_them_from_the_folder(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_turn_as_the_template_writes_it_has_its_first_stop_at_its_end(family, kind):
     renderer = ChatRenderer(family_tokenizer(family))
-    turn, after, tools, word = (CALLED, RESULT, [TOOL], "add") if kind == "call" else (SAID, ASKED[0], None, "left")
+    turn, after, tools, word = (
+        (CALLED, ADD_RESULT, [ADD_TOOL], "add") if kind == "call" else (SAID, ASKED[0], None, "left")
+    )
     prompt, whole = renderer.prompt(ASKED, tools).tolist(), renderer.history([*ASKED, turn], tools)
     same = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     said = [*whole[same:].tolist(), *renderer.continuation([after], whole, tools).tolist()]

@@ -539,14 +539,6 @@ def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path):
         assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 20)
 
 
-def test_workers_are_replicas(model_path):
-    context = StrategyContext(WorkerConfig(), "actor_infer", model_path(), rank=2, world_size=4, sequence_length=64)
-    engine = HfInfer(context)
-    info = engine.setup()
-    engine.shutdown()
-    assert (info.dp_rank, info.dp_size) == (2, 4)
-
-
 @pytest.mark.parametrize(
     ("family", "name", "config"),
     [

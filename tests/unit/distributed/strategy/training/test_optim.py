@@ -86,7 +86,7 @@ def test_weight_decay_goes_to_its_end():
 def test_only_matrices_decay_by_the_given_or_by_a_changed_weight_decay(changed):
     local = {"matrix": nn.Parameter(torch.ones(2, 2)), "norm": nn.Parameter(torch.ones(3))}
     args = TrainingArguments() if changed else TrainingArguments(learning_rate=0.1, weight_decay=0.5)
-    optimizer = make_adamw(local, local, args)
+    optimizer = make_adamw(local, local, args, {})
     if changed:
         set_rates(optimizer.param_groups, 0.1, 0.5)
     for parameter in local.values():
