@@ -145,8 +145,8 @@ class Tower:
             positions,
         )
 
-    def see(self, pictures: PictureInput) -> dict[str, Any]:
-        """Arguments of the trunk's next forward pass: features, computed here, and positions."""
+    def features(self, pictures: PictureInput) -> Any:
+        """What the model's class makes of pictures, ``pooler_output`` in their places."""
         device = self._trunk.device
         outputs = [
             self._trunk.get_image_features(**{name: x.to(device) for name, x in each.items()}, return_dict=True)
@@ -157,6 +157,11 @@ class Tower:
         if "deepstack_features" in output:
             layers = zip(*(each.deepstack_features for each in outputs), strict=True)
             output.deepstack_features = [_in_places([x for part in layer for x in part], pictures) for layer in layers]
+        return output
+
+    def see(self, pictures: PictureInput) -> dict[str, Any]:
+        """Arguments of the trunk's next forward pass: features, computed here, and positions."""
+        device, output = self._trunk.device, self.features(pictures)
         self._cells_RC = pictures.cells_RC.to(device)
         positions = pictures.positions_4RC
         arguments = {} if positions is None else {"position_ids": positions.to(device)}

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import ray
@@ -33,12 +33,26 @@ from roll.data.requests import Completion, GenerateRequest, SamplingParams, samp
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.strategy.base import Metrics, States
-from roll.distributed.strategy.evidence import EXPERTS, FORMAT, PROMPT, TEMPERATURE, Sketch, probe_prompt, rows_of
+from roll.distributed.strategy.evidence import (
+    EXPERTS,
+    FEATURES,
+    FORMAT,
+    PROMPT,
+    TEMPERATURE,
+    Sketch,
+    pictured_prompt,
+    probe_picture,
+    probe_prompt,
+    rows_of,
+)
 from roll.models.own_forward import differences
-from roll.models.tokenizer import policy_tokenizer
+from roll.models.tokenizer import policy_pictures, policy_tokenizer
 from roll.pipeline.roles import Replicas, Roles
 from roll.pipeline.session import RunFailedError
 from roll.utils.hashing import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +143,28 @@ class Probe:
         trusts = config.trusts("actor_train")
         tokenizer = policy_tokenizer(self._model_path, config.tokenizer_path, trust_remote_code=trusts)
         self._prompt = probe_prompt(tokenizer, ChatTemplate.of(config.actor_train.data_args))
+        if (pictured := self._pictured(tokenizer)) is not None:
+            return pictured
         longest = max(1, min(PROMPTED, config.sequence_length - SAMPLED))
         prompt = np.array(self._prompt[-longest:], dtype=np.int64)
         return GenerateRequest("probe", prompt, probe_params(config))
+
+    def _pictured(self, tokenizer: PreTrainedTokenizerBase) -> GenerateRequest | None:
+        """The question about a picture, where the run has pictures and there is room for one."""
+        config = self._config
+        if not self._roles.pictures:
+            return None
+        pictures = policy_pictures(self._model_path, config.actor_train.data_args.picture_bounds, tokenizer)
+        assert pictures is not None, "its prompts have pictures"
+        try:
+            prompt = pictured_prompt(tokenizer, ChatTemplate.of(config.actor_train.data_args), pictures)
+        except ValueError as error:
+            logger.warning("the probe asks about no picture: %s", error)
+            return None
+        if len(prompt) + SAMPLED > config.sequence_length:
+            logger.warning("the probe asks about no picture: %d tokens leave no room for it", len(prompt))
+            return None
+        return GenerateRequest("probe", prompt, probe_params(config), items=(probe_picture(pictures),))
 
     def _gather(self, asked: Asked, patience_s: float) -> dict[int, Completion]:
         """Answers by rank; a worker that died or is busy with others has none."""
@@ -149,8 +182,8 @@ class Probe:
     def _compare(self, asked: Asked, found: Mapping[int, Completion], metrics: Metrics) -> Metrics:
         assert self._request is not None
         cluster, request = asked.replicas.cluster, self._request
-        trainer, workers = self._settings_of(asked.replicas)
         rows = rows_of([request] * len(found), [*found.values()])
+        trainer, workers = self._settings_of(asked.replicas, rows.select([0]))
         if self._config.actor_train.router_replay.mode == "R3":
             chosen = [torch.from_numpy(done.experts) for done in found.values() if done.experts is not None]
             rows = rows.replace(experts_TE=torch.cat(chosen)) if len(chosen) == len(found) else rows
@@ -172,8 +205,8 @@ class Probe:
                 self._report(words, lambda: self._causes(asked.replicas, rank, completion, bound))  # noqa: B023
         return {"probe/logprob_diff_max": largest, "probe/logprob_diff_median": median}
 
-    def _settings_of(self, replicas: Replicas) -> tuple[Settings, list[Settings]]:
-        """Asks for them once after each load, and compares the prompt, which log-probs say nothing of."""
+    def _settings_of(self, replicas: Replicas, rows: Batch) -> tuple[Settings, list[Settings]]:
+        """Asks for them once after each load, and compares the prompt, which log-probs say nothing of, and pictures."""
         name = replicas.cluster.name
         known = self._settings.get(name)
         if known is None or known[0] != replicas.num_loads:
@@ -183,6 +216,9 @@ class Probe:
             for rank, settings in enumerate(workers):
                 if problem := other_prompt(self._prompt, settings):
                     self._report(f"probe: {name} rank {rank} makes other prompts than the rollouts", lambda: [problem])
+                seen = of_pictures(_Workers(self._roles, replicas, rank, resend=False), rows, trainer, settings)
+                if seen:
+                    self._report(f"probe: {name} rank {rank} sees other pictures than the trainer", lambda: seen)  # noqa: B023
         return known[1:]
 
     def _causes(self, replicas: Replicas, rank: int, completion: Completion, bound: Bound) -> list[str]:
@@ -209,11 +245,11 @@ def probe_params(config: RLConfig) -> SamplingParams:
 class _Workers:
     """``Sides`` of a run: the trainer's workers and one that generates."""
 
-    def __init__(self, roles: Roles, replicas: Replicas, rank: int) -> None:
+    def __init__(self, roles: Roles, replicas: Replicas, rank: int, *, resend: bool = True) -> None:
         self._actor = roles.actor
         self._replicas = replicas
         self._rank = rank
-        self.resent = replicas.shares_devices
+        self.resent = resend and replicas.shares_devices
         if self.resent:  # what it had may have been dropped
             replicas.resend()
 
@@ -246,6 +282,9 @@ class _Workers:
                 known = merged.get(name, output_TH)
                 merged[name] = torch.where(known.isnan(), output_TH, known)
         return merged, self._generator("shows", "layer_outputs", row) or {}
+
+    def pictures(self, row: Batch) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        return self._trainer("pictures_seen", row)[0] or {}, self._generator("shows", "pictures_seen", row) or {}
 
     def resend(self) -> None:
         self._replicas.resend()
@@ -285,6 +324,8 @@ _SAME = 1e-5
 _LAYERS = {FLOAT32: 1e-3, "tf32": 0.02, "float16": 0.02, "bfloat16": 0.1}
 """Share of its size by which a layer's output may differ."""
 _SHOWN = 4
+_OTHER = 0.2
+"""Share of a picture's numbers from which on it is another one; a pixel changes a few of them."""
 _REPAIRED = (
     "tensors: both agree since the same weights were sent again, so the last update did not reach the generator whole, "
     "or its weights were changed after it. check_weight_update: true checks what arrives"
@@ -353,6 +394,10 @@ class Sides(Protocol):
         """[T, H] by trainer and generator: outputs of layers; none of a side that cannot say."""
         ...
 
+    def pictures(self, row: Batch) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """What trainer and generator see of a row's pictures; none of a side that cannot say."""
+        ...
+
     def resend(self) -> None:
         """Sends the generator the trainer's weights again."""
         ...
@@ -370,6 +415,9 @@ def find_causes(sides: Sides, request: GenerateRequest, completion: Completion, 
                 f"token offset: what the generator reports for a token is what the trainer computes for the token "
                 f"{neighbour} it; one of the two counts from another place"
             ]
+    trainer, generator = sides.settings() if request.items else ({}, {})
+    if seen := of_pictures(sides, row, trainer, generator):
+        return [*seen, *_of_settings(trainer, generator), *_of_tensors(sides, row, bound, generator)]
     forward_T = sides.forward(row)
     if forward_T is not None and bound.difference(forward_T[row.loss_mask_T], trained_M) <= bound.value:
         return _of_sampling(sides, request, reported_M - trained_M, bound)
@@ -380,6 +428,42 @@ def find_causes(sides: Sides, request: GenerateRequest, completion: Completion, 
         found += _of_temperature(sides, request, bound)
     found += [layers] if layers else []
     return found or ["no setting, tensor or layer was found that differs; set another strategy for one of the two"]
+
+
+def of_pictures(sides: Sides, row: Batch, trainer: Settings, generator: Settings) -> list[str]:
+    """Words for pictures that the generator sees otherwise, which a few log-probs may not show."""
+    if row.items_I is None:
+        return []
+    given, seen = sides.pictures(row)
+    for name in sorted(given.keys() & seen.keys() - {FEATURES}):
+        ours, theirs = given[name], seen[name]
+        if ours.shape != theirs.shape:
+            return [
+                f"pictures: {name} has the sizes {[*theirs.shape]} in the generator, {[*ours.shape]} in the trainer"
+            ]
+        share = float((ours != theirs).double().mean())
+        if share > _OTHER:
+            return [
+                f"pictures: the generator sees another one: {share:.0%} of {name} differ. Look at the cache of "
+                "features and at what passes pictures on"
+            ]
+        if share:
+            rows = (ours != theirs).flatten(1).any(1).nonzero().flatten().tolist() if ours.dim() > 1 else []
+            where = f", in patch {', '.join(map(str, rows[:_SHOWN]))} of {len(ours)}" if rows else ""
+            count = int((ours != theirs).sum())
+            return [
+                f"pictures: pixels have changed on the way to the generator's tower: {count:,} of {ours.numel():,} "
+                f"numbers of {name} differ{where}"
+            ]
+    if FEATURES in given and FEATURES in seen:
+        ours, theirs = given[FEATURES], seen[FEATURES]
+        away = float((ours - theirs).norm() / ours.norm().clamp(min=1e-12))
+        if away > _layer_bound(trainer, generator):
+            return [
+                f"pictures: of equal pixels the generator's vision tower makes features that are {away:.2g} of their "
+                "size away: its weights, or features that were kept from before an update"
+            ]
+    return []
 
 
 def other_prompt(own: Sequence[int], generator: Settings) -> str | None:
@@ -398,7 +482,8 @@ def other_prompt(own: Sequence[int], generator: Settings) -> str | None:
 def _of_sampling(sides: Sides, request: GenerateRequest, excess_M: Tensor, bound: Bound) -> list[str]:
     """The generator's own forward pass is right."""
     prompt, params = request.prompt_ids, request.params
-    moved = replace(request, prompt_ids=np.roll(prompt, 1))  # nothing of it is in a cache
+    # Nothing of it is in a cache; where pictures are, the ids of one stay together.
+    moved = replace(request, prompt_ids=prompt[1:] if request.items else np.roll(prompt, 1))
     again, elsewhere = _differences(sides, [request, moved], bound)
     if sides.resent and max(again, elsewhere) <= bound.value:
         return [_REPAIRED]
@@ -524,7 +609,7 @@ def _of_layers(sides: Sides, row: Batch, trainer: Settings, generator: Settings)
     numbers = sorted(ours.keys() & theirs.keys())
     if not numbers:
         return "", False
-    most = max(_LAYERS.get(side.get(FORMAT, ""), 0.3) for side in (trainer, generator))
+    most = _layer_bound(trainer, generator)
     for number in numbers:
         (name, ours_TH), (_, theirs_TH) = ours[number], theirs[number]
         away_T = (ours_TH - theirs_TH).norm(dim=1) / ours_TH.norm(dim=1).clamp(min=1e-12)
@@ -540,6 +625,11 @@ def _of_layers(sides: Sides, row: Batch, trainer: Settings, generator: Settings)
         f"layers: all {len(numbers)} agree; they part behind them: final norm, output layer, soft cap, temperature",
         True,
     )
+
+
+def _layer_bound(trainer: Settings, generator: Settings) -> float:
+    """Share of its size by which a layer's output may differ."""
+    return max(_LAYERS.get(side.get(FORMAT, ""), 0.3) for side in (trainer, generator))
 
 
 def _numbered(layers: Mapping[str, Tensor]) -> Iterator[tuple[int, tuple[str, Tensor]]]:

@@ -159,8 +159,9 @@ class StepRollouts:
         """Choice of the groups that the next steps take."""
         self.sampled_tokens = 0
         """Those of the step's rollouts."""
-        self._doubted = 0
         self._drops = False
+        """Kept rollouts are being deleted, and the user has been told."""
+        self._doubted = 0
         """The last step whose evaluation did not agree that all is learned."""
         self._seems = ""
         """Words of why the last step looked as if all was learned."""

@@ -160,6 +160,10 @@ class Finding:
     advice: str
 
 
+_OF_TAGS: tuple[str, ...] = ("responses-are-cut", "nothing-to-judge", "responses-are-all-alike", "tasks-are-too-hard")
+_OF_TAGS += ("tasks-are-too-easy", "groups-have-no-spread")
+"""Causes that are looked for in each tag, too."""
+
 Found: TypeAlias = Iterator[tuple[float, str, Sequence[str], str]]
 Cause: TypeAlias = Callable[[RunRecord], Found]
 CAUSES: dict[str, Cause] = {}
@@ -180,9 +184,26 @@ def findings(record: RunRecord) -> list[Finding]:
 
 
 def _found(record: RunRecord) -> Iterator[Finding]:
+    """Causes of all that was sampled; and those that hold in one tag or some alone, with their name."""
+    tags = {tag: record.of_tag(tag) for tag in record.tags}
     for name, cause in CAUSES.items():
-        for weight, text, evidence, advice in cause(record):
-            yield Finding(name, weight, text, tuple(evidence), advice)
+        whole = list(cause(record))
+        found = {tag: list(cause(of_tag)) for tag, of_tag in tags.items()} if name in _OF_TAGS else {}
+        apart = {tag: each[0] for tag, each in found.items() if each}
+        if len(apart) == len(tags):
+            apart = {}  # it holds everywhere
+        for weight, text, evidence, advice in whole:
+            where = [f"only in: {', '.join(f'{tag} ({each[1]})' for tag, each in apart.items())}"] if apart else []
+            yield Finding(name, weight, text, (*evidence, *where), advice)
+        for tag, (weight, text, evidence, advice) in ({} if whole else apart).items():
+            share = tags[tag].late("rollout/episodes", 0.0) / max(1.0, record.late("rollout/episodes", 1.0))
+            yield Finding(
+                name,
+                weight * share,
+                f"of {tag}, {share:.0%} of the episodes: {text}",
+                tuple(line.replace("rollout/", f"rollout/{tag}/") for line in evidence),
+                advice,
+            )
 
 
 def _cause(function: Cause) -> Cause:
@@ -216,13 +237,52 @@ def _sampling_is_too_random(record: RunRecord) -> Found:
         )
 
 
+def _ends(marks: Sequence[str]) -> list[str]:
+    """Those that end a turn."""
+    return [mark for mark in marks if "end" in mark or "eot" in mark]
+
+
+@_cause
+def _template_is_another(record: RunRecord) -> Found:
+    """No control token of the model's own template is in what it is given, or none but the opening ones."""
+    if not (record.marks and record.prompts):
+        return
+    missing = [mark for mark in record.marks if not any(mark in prompt for prompt in record.prompts)]
+    if len(missing) < len(record.marks):
+        return
+    begins = textwrap.shorten(record.prompts[0].encode("unicode_escape").decode(), 70)
+    weak = record.late("rollout/valid_rate", 1.0) < 0.7 or record.late("rollout/cut_off", 0.0) >= 0.25
+    yield (
+        1.0 if weak or record.late("rollout/success", 1.0) < 0.1 else 0.5,
+        "prompts are not in the form of the model's own chat template, so it neither sees whose turn it is nor "
+        "ends its answers as it was trained to",
+        [
+            f"control tokens of its template: {' '.join(record.marks[:4])}; in prompts: none of them",
+            f"a prompt begins with: {begins}",
+            f"actor_train.data_args.template: {record.setting('actor_train.data_args.template', 'native')}",
+            *_shown(record, "rollout/cut_off", "rollout/valid_rate"),
+        ],
+        "set actor_train.data_args.template: native, or the name of the model's family (roll template check shows what "
+        "a template makes of messages); data with ready texts need the template in them",
+    )
+
+
 @_cause
 def _responses_never_end(record: RunRecord) -> Found:
     if record.late("rollout/cut_off") < 0.9:
         return
-    marks = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>", "<|endoftext|>", "<|return|>")
-    texts = [each["text"] for group in record.groups for each in group]
-    mark = next((mark for mark in marks if any(mark in text for text in texts)), None)
+    marks = (
+        *_ends(record.marks),
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "</s>",
+        "<|endoftext|>",
+        "<|return|>",
+    )
+    texts = [each["text"] for group in record.groups for each in group] + [*record.answers]
+    mark = next((mark for mark in marks if any(mark in text.removesuffix(mark) for text in texts)), None)
     evidence = _shown(record, "rollout/cut_off")
     if record.setting("actor_infer.generating_args.ignore_eos", False):
         evidence.append("actor_infer.generating_args.ignore_eos: true")

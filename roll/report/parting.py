@@ -264,7 +264,8 @@ def _weights(found: Parting) -> bool:
     folders = [_checkpoints(run) for run in (found.one, found.other)]
     steps = sorted(folders[0].keys() & folders[1].keys())
     for step in steps:
-        count, differ = 0, []
+        count = 0
+        differ: list[Difference] = []
         for model in _MODELS:
             tensors, differences = _differences(model, folders[0][step] / model, folders[1][step] / model)
             count, differ = count + tensors, differ + differences

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import yaml
 
 from roll.configs.algorithm import ADV_ESTIMATORS
 from roll.tracking.files import read_json_lines
-from roll.tracking.run import TRAINED
+from roll.tracking.run import TOKENS, TRAINED
 
+_SAMPLED, _EPISODES = "rollout/", "/episodes"
+_MARK = re.compile(r"<\|[^|<>\n]{2,40}\|>|</?[a-z]+_of_[a-z]+>|\[/?INST\]|<｜[^｜<>\n]{2,40}｜>")
+"""Control tokens of turns, as published chat templates write them."""
 _GROUPS_READ = 4  # files of sampled training groups, the newest
 
 
@@ -27,7 +32,10 @@ class RunRecord:
         steps: metrics of each training step, in order; ``None`` for a value that was not finite.
         before, after: metrics of the first and the last evaluation; empty where there were not two.
         groups: the newest sampled training groups: for each response ``text`` (all turns), ``cut`` (by a length limit)
-            and ``success``.
+            and ``success``, and ``tag``.
+        prompts, answers: as the model reads and writes them, with control tokens, of some rows of the newest step whose
+            tokens were written.
+        marks: control tokens of the turns in the model's own chat template; none if it has no template.
     """
 
     config: Mapping[str, Any]
@@ -35,6 +43,9 @@ class RunRecord:
     before: Mapping[str, Any] = field(default_factory=dict)
     after: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Sequence[Mapping[str, Any]]] = ()
+    prompts: Sequence[str] = ()
+    answers: Sequence[str] = ()
+    marks: Sequence[str] = ()
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -56,7 +67,24 @@ class RunRecord:
         first, last = (evaluated[0], evaluated[-1]) if len(evaluated) > 1 else ({}, {})
         files = sorted((folder / "trajectories").glob(f"{TRAINED}*.jsonl"))[-_GROUPS_READ:]
         groups = [group for path in files for group in _groups(read_json_lines(path))]
-        return cls(config, steps, first, last, groups)
+        return cls(config, steps, first, last, groups, *_tokens(folder), _marks(folder, config))
+
+    @property
+    def tags(self) -> list[str]:
+        """Of its environments or domains, if there are several."""
+        names = (name.removeprefix(_SAMPLED) for name in self.steps[-1] if name.startswith(_SAMPLED))
+        return sorted(name.removesuffix(_EPISODES) for name in names if name.endswith(_EPISODES))
+
+    def of_tag(self, tag: str) -> RunRecord:
+        """What is known of one tag alone: its metrics of the rollouts in the places of all, and its responses."""
+        start = f"{_SAMPLED}{tag}/"
+        steps = [
+            {name: value for name, value in step.items() if not name.startswith(_SAMPLED)}
+            | {_SAMPLED + name.removeprefix(start): value for name, value in step.items() if name.startswith(start)}
+            for step in self.steps
+        ]
+        groups = [group for group in self.groups if group[0].get("tag") == tag]
+        return replace(self, steps=steps, groups=groups, before={}, after={})
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A key of the configuration, ``a.b.c``; ``default`` where it is missing or null."""
@@ -117,6 +145,30 @@ def _groups(records: Iterable[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
             "text": "\n".join(turn["text"] for turn in turns),
             "cut": any(turn["finish_reason"] == "length" for turn in turns),
             "success": record["success"],
+            "tag": record["tag"],
         }
         groups.setdefault((record["tag"], record["group_id"]), []).append(row)
     return list(groups.values())
+
+
+def _tokens(folder: Path) -> tuple[list[str], list[str]]:
+    """Prompts and answers of the rows that were written token by token last."""
+    files = sorted((folder / "trajectories").glob(f"{TOKENS}*.jsonl"))
+    rows = [row["tokens"] for path in files[-1:] for row in read_json_lines(path)]
+    prompts = [row[0] for row in rows if row and isinstance(row[0], str)]
+    return prompts, ["".join(token[0] for token in row if isinstance(token, list)) for row in rows]
+
+
+def _marks(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Those of the chat template that came with the model: of its folder, else of the run's newest checkpoint."""
+    saved = (config.get("checkpoint_config") or {}).get("output_dir") or folder / "checkpoints"
+    places = [path / "actor_train" for path in sorted(Path(saved).expanduser().glob("checkpoint-*"))]
+    for place in [Path(str(config.get("pretrain"))).expanduser(), *reversed(places)]:
+        template, settings = place / "chat_template.jinja", place / "tokenizer_config.json"
+        text = template.read_text(encoding="utf-8") if template.is_file() else ""
+        if not text and settings.is_file():
+            told = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+            text = told if isinstance(told, str) else ""
+        if text:
+            return list(dict.fromkeys(_MARK.findall(text)))
+    return []

@@ -143,10 +143,11 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
                 rows = []  # some of them
             shaping = shaping if step == 0 else None  # running statistics have missed a step
         if rows:
-            found.compare(step, printed, counted(rows, "rollout") | _kept(rows) | _of_domains(rows, config))
+            of_tags = _of_tags(rows, "rollout")
+            found.compare(step, printed, counted(rows, "rollout") | of_tags | _kept(rows) | _of_domains(rows, config))
         held_out, most = _rows(run_dir, f"eval-{step:05d}"), config.num_written_episodes
         if held_out and (most is None or len(held_out) < most or len(held_out) == printed.get("eval/episodes")):
-            found.compare(step, printed, counted(held_out, "eval"))
+            found.compare(step, printed, counted(held_out, "eval") | _of_tags(held_out, "eval"))
     names = dict.fromkeys(name for printed in metrics for name in printed if name != "step")
     for name in names:
         if name not in found.checked:
@@ -197,6 +198,13 @@ def counted(rows: Records, prefix: str) -> dict[str, float]:
         f"{prefix}/episodes": float(len(rows)),
         f"{prefix}/tokens": float(sum(turn["completion_tokens"] for turn in turns)),
     }
+
+
+def _of_tags(rows: Records, prefix: str) -> dict[str, float]:
+    """The same of each tag; which of these a run prints depends on the number of its tags."""
+    tags = dict.fromkeys(row["tag"] for row in rows)
+    each = [counted([row for row in rows if row["tag"] == tag], f"{prefix}/{tag}") for tag in tags]
+    return {name: value for of_tag in each for name, value in of_tag.items()}
 
 
 def _grouped(rows: Records) -> dict[tuple[str, int], list[Mapping[str, Any]]]:

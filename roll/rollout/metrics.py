@@ -29,7 +29,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
     ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they called
     (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests; where rows were compared with
     their conversations, ``prefix/tokens/why`` are the shares of those that differ. With several environment tags,
-    ``episodes``, ``success``, ``reward``, ``turns`` and ``valid_rate`` of each are added as ``prefix/<tag>/what``.
+    ``episodes``, ``success``, ``reward``, ``turns``, ``valid_rate`` and ``cut_off`` of each are added as
+    ``prefix/<tag>/what``.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = {
@@ -66,6 +67,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         for tag in tags:
             of_tag = [trajectory for trajectory in trajectories if trajectory.tag == tag]
             metrics |= {f"{prefix}/{tag}/episodes": float(len(of_tag))} | _means(of_tag, f"{prefix}/{tag}")
+            answers = [turn.completion for trajectory in of_tag for turn in trajectory.turns]
+            metrics[f"{prefix}/{tag}/cut_off"] = mean(each.finish_reason is FinishReason.LENGTH for each in answers)
     return metrics
 
 
@@ -79,12 +82,15 @@ def step_metrics(collected: Collected, *, filters: bool) -> dict[str, float]:
         Beside ``rollout_metrics``: ``rollout/tokens``, all sampled ones; ``rollout/filtered``, the groups that were
         turned down; of the groups with more than one episode ``rollout/no_spread``, the share whose episodes all score
         the same, ``rollout/all_right`` and ``rollout/all_wrong``, those of them in which all episodes were a success
-        and none was; ``kept_metrics``; ``kept/groups``, ``kept/episodes``, ``kept/success``, ``kept/reward`` and
-        ``kept/response_tokens``.
+        and none was (with several tags, of each too); ``kept_metrics``; ``kept/groups``, ``kept/episodes``,
+        ``kept/success``, ``kept/reward`` and ``kept/response_tokens``.
     """
     kept = collected.groups
     finished = [*kept, *collected.rejected]
     metrics = rollout_metrics(finished, "rollout") | spread_metrics(finished, "rollout")
+    if len(tags := sorted({group.tag for group in finished})) > 1:
+        for tag in tags:
+            metrics |= spread_metrics([group for group in finished if group.tag == tag], f"rollout/{tag}")
     metrics["rollout/tokens"] = float(sampled_tokens(finished))
     metrics["rollout/filtered"] = float(len(collected.rejected))
     metrics |= kept_metrics(finished)

@@ -1,7 +1,7 @@
 """The generators under test, each started once for all tests of a file.
 
 ``ROLL_GENERATORS=hf_infer,vllm`` says which; without it, those whose package is installed. A generator that is named
-but not installed fails instead of being skipped.
+but not installed fails instead of being skipped. Without it, vLLM starts for ``engine`` alone; other starts are slow.
 """
 
 import importlib.util
@@ -22,19 +22,19 @@ ModelPath = Callable[[str, int], str]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for fixture in ("engine", "lora_engine"):
-        if fixture in metafunc.fixturenames:
-            metafunc.parametrize(fixture, [_parameter(name) for name in PACKAGES], indirect=True, scope="module")
-    if "generator" in metafunc.fixturenames:
-        metafunc.parametrize("generator", [_parameter(name) for name in PACKAGES], scope="module")
+    for fixture in {"engine", "lora_engine", "generator"}.intersection(metafunc.fixturenames):
+        engines = [_parameter(name, slow=name == "vllm" and fixture != "engine") for name in PACKAGES]
+        metafunc.parametrize(fixture, engines, indirect=fixture != "generator", scope="module")
 
 
-def _parameter(name: str) -> Any:
+def _parameter(name: str, *, slow: bool) -> Any:
     wanted = os.environ.get("ROLL_GENERATORS")
     if wanted is not None:
         reason = "" if name in wanted.split(",") else f"ROLL_GENERATORS={wanted} leaves it out"
     else:
         reason = "" if importlib.util.find_spec(PACKAGES[name]) else f"the package {PACKAGES[name]} is not installed"
+        if slow:
+            return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.skipif(bool(reason), reason=reason)])
     return pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {reason}")] if reason else [])
 
 

@@ -5,13 +5,15 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
-from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, StallError, WorkerDiedError
+from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, StallError, StoreFullError, WorkerDiedError
 from roll.distributed.cluster.hangs import StallWatch, explained
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
@@ -27,7 +29,12 @@ ROLES = [
 
 @pytest.fixture(scope="module")
 def placement() -> Iterator[Placement]:
-    with ray_session({"num_cpus": 4, "num_gpus": 8, "object_store_memory": 2**27}, {"EVERYWHERE": "1"}):
+    full_disk = {"RAY_local_fs_capacity_threshold": "0.0001"}  # so that no object goes to the disk instead
+    options = {"num_cpus": 4, "num_gpus": 8, "object_store_memory": 2**27}
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, value in full_disk.items():
+            patch.setenv(name, value)
+        stack.enter_context(ray_session(options, {"EVERYWHERE": "1"}))
         placement = create_placement(plan_placement(ROLES, discover_nodes()))
         yield placement
         placement.remove()
@@ -120,6 +127,27 @@ def test_an_error_keeps_its_type_and_says_where(running):
     assert "in train rank " in notes
     assert "call fail, step 7" in notes
     assert "raise KeyError(key)" in notes
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_full_object_store_is_told_with_what_fills_it_and_what_to_set(running, returned):
+    Cluster.current_step = 3
+    held = [ray.put(np.ones(2**20, np.uint8)) for _ in range(90)]
+    with pytest.raises(StoreFullError) as caught:
+        if returned:
+            running["critic"].call("ones", 2**26)
+        else:
+            running["critic"].call("add", np.ones(2**26, np.uint8), 0)
+    said = str(caught.value)
+    what = (
+        "critic.ones at step 3: Ray's object store has no room for what it returns"
+        if returned
+        else ("critic.add at step 3: Ray's object store has no room for its arguments, 64.0 MiB")
+    )
+    assert what in said and "It holds at most 128 MiB on a node; what is beyond goes to /" in said
+    assert "ray_init.object_store_memory_mb higher" in said
+    del held
+    assert running["critic"].call("add", np.ones(2**24, np.uint8), 0)[0][0] == 2**24, "it goes on when there is room"
 
 
 def test_an_error_in_the_constructor_is_told(start):

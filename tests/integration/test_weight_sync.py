@@ -191,6 +191,7 @@ def test_each_rank_serves_those_that_are_near_it(clusters, model, monkeypatch):
     assert_serves(generator, model, trainer.call("weights")[0], 32)
 
 
+@pytest.mark.slow
 def test_a_replaced_generator_gets_the_version_of_the_others_when_the_trainer_has_moved_on(clusters, model):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True, trains_between=True)
@@ -234,6 +235,9 @@ def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters):
     updates.sync(15)
 
 
+@pytest.mark.parametrize(
+    "route", [Route.SHARED_MEMORY, pytest.param(Route.COLLECTIVE, marks=pytest.mark.slow)], indirect=True
+)
 def test_a_generator_that_dies_in_an_update_is_named_and_replaced(clusters, model, route):
     trainer, generator = clusters
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)

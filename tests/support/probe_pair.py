@@ -24,8 +24,10 @@ class Pair:
 
     resent = False
 
-    def __init__(self, path: str | Path, generator: Any, temperature: float, lora: LoraSpec | None = None) -> None:
-        context = make_context(Path(path), "fsdp2_train", lora=lora, temperature=temperature)
+    def __init__(
+        self, path: str | Path, generator: Any, temperature: float, lora: LoraSpec | None = None, **context_keys: Any
+    ) -> None:
+        context = make_context(Path(path), "fsdp2_train", lora=lora, temperature=temperature, **context_keys)
         self.trainer: Any = STRATEGIES.get("fsdp2_train")(context)
         self.trainer.setup()
         self.generator = generator
@@ -67,6 +69,9 @@ class Pair:
 
     def sketches(self) -> Any:
         return self.trainer.sketches(), self.generator.sketches()
+
+    def pictures(self, row: Any) -> Any:
+        return self.trainer.pictures_seen(row), self.generator.pictures_seen(row)
 
     def layers(self, row: Any) -> Any:
         return self.trainer.layer_outputs(row), self.generator.layer_outputs(row)

@@ -56,6 +56,11 @@ class Probe(Worker):
     def fail(self, key: str) -> None:
         raise KeyError(key)
 
+    def ones(self, number: int) -> np.ndarray:
+        import numpy as np
+
+        return np.ones(number, np.uint8)
+
     def add(self, array: np.ndarray, number: int) -> tuple[float, bool]:
         return float(array.sum()) + number + self.rank, array.flags.writeable
 

@@ -6,20 +6,23 @@ import inspect
 import logging
 import math
 import os
+import pickle
 import re
 import signal
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, StoreFullError, WorkerDiedError
 from roll.distributed.cluster.hangs import Whereabouts, raise_if_stalled, waiting, waiting_tasks, write_stacks_on_signal
+from roll.distributed.cluster.ray_session import store_state
 from roll.distributed.cluster.reaper import MARK
 from roll.distributed.cluster.recording import Recording, RecordingOptions
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, WorkerSlot, nodes_from_resources
@@ -419,12 +422,14 @@ class Cluster:
 
     def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Runs the method on one rank."""
-        ref = getattr(self._handle(rank), method).remote(*args, **kwargs)
+        with self._stored(method, args):
+            ref = getattr(self._handle(rank), method).remote(*args, **kwargs)
         return self.gather([ref], call=method, ranks=[rank])[0]
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef]:
         """Like ``call`` without waiting; pass the references to ``gather``."""
-        shared = tuple(_put_once(arg) for arg in args) if self.world_size > 1 else args
+        with self._stored(method, args):
+            shared = tuple(_put_once(arg) for arg in args) if self.world_size > 1 else args
         return self.submit_each(method, [shared] * self.world_size, **kwargs)
 
     def submit_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[ObjectRef]:
@@ -437,9 +442,19 @@ class Cluster:
             raise ValueError(
                 f"{self.name}.{method}: {len(per_rank_args)} argument tuples for {self.world_size} workers"
             )
-        if self.world_size > 1:
-            kwargs = {key: _put_once(value) for key, value in kwargs.items()}
-        return [getattr(self._handle(rank), method).remote(*args, **kwargs) for rank, args in enumerate(per_rank_args)]
+        with self._stored(method, per_rank_args):
+            if self.world_size > 1:
+                kwargs = {key: _put_once(value) for key, value in kwargs.items()}
+            ranks = enumerate(per_rank_args)
+            return [getattr(self._handle(rank), method).remote(*args, **kwargs) for rank, args in ranks]
+
+    @contextmanager
+    def _stored(self, call: str, args: Any) -> Iterator[None]:
+        """The block places arguments of a call in the object store, which may be full."""
+        try:
+            yield
+        except _store_errors():
+            raise StoreFullError(self.name, call, self.current_step, _size_of(args), store_state()) from None
 
     def gather(
         self,
@@ -613,6 +628,8 @@ class Cluster:
                 reason = f"process {at.pid} on node {at.node_id} cannot be reached; it, or its node, is gone"
             raise WorkerDiedError(role, dead_rank, call, self.current_step, reason) from None
 
+        if isinstance(cause, _store_errors()):
+            raise StoreFullError(self.name, call, self.current_step, None, store_state()) from None
         cause.add_note(f"in {self.name} rank {rank}, call {call}, step {self.current_step}; traceback there:")
         cause.add_note(_plain(str(error)))
         # A peer's death reaches the survivors as a broken connection, often before Ray reports the death itself.
@@ -621,6 +638,22 @@ class Cluster:
             reason = f"its process is gone; rank {rank} then failed with {type(cause).__name__}"
             raise WorkerDiedError(self.name, dead[0], call, self.current_step, reason) from cause
         raise cause from None
+
+
+def _store_errors() -> tuple[type[Exception], ...]:
+    import ray
+
+    return ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError
+
+
+def _size_of(value: Any) -> int | None:
+    """Bytes of a value on its way; ``None`` for one that plain pickle cannot tell."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        length = len(pickle.dumps(value, protocol=5, buffer_callback=buffers.append))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None
+    return length + sum(buffer.raw().nbytes for buffer in buffers)
 
 
 def _put_once(value: Any) -> Any:

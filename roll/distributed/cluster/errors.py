@@ -63,6 +63,23 @@ class RpcTimeoutError(ClusterError, TimeoutError):
         return f"{self.role} {who}: {self.call}{_at(self.step)} has not returned in {self.seconds:.1f} s"
 
 
+class StoreFullError(ClusterError):
+    """Ray's object store on a node holds no more, and neither does the disk to which the rest goes."""
+
+    def __init__(self, role: str, call: str, step: int | None, num_bytes: int | None, state: str) -> None:
+        super().__init__(role, call, step, num_bytes, state)
+        self.role, self.call, self.step, self.num_bytes, self.state = role, call, step, num_bytes, state
+
+    def __str__(self) -> str:
+        what = "what it returns" if self.num_bytes is None else f"its arguments, {self.num_bytes / 2**20:,.1f} MiB"
+        return (
+            f"{self.role}.{self.call}{_at(self.step)}: Ray's object store has no room for {what}. {self.state} It is "
+            "filled by batches on their way to workers, and by finished rollouts that nobody has fetched. Set "
+            "ray_init.object_store_memory_mb higher (below the size of /dev/shm), free disk space, or make steps "
+            "smaller: rollout_batch_size, response_length, max_running_groups, async_generation_ratio"
+        )
+
+
 class StallError(ClusterError):
     """No process of the run has done anything for ``stall_timeout`` seconds."""
 

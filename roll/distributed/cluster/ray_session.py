@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -334,6 +334,22 @@ def _listens_on_loopback_alone(address: str) -> bool:
     except OSError:
         return True
     return False
+
+
+def store_state() -> str:
+    """How much the object stores hold at most, and what is left of the disk that takes the rest, in a sentence."""
+    import ray
+
+    with suppress(Exception):  # words for an error, which must not become another one
+        sizes = [node["Resources"].get("object_store_memory", 0.0) / 2**20 for node in ray.nodes() if node["Alive"]]
+        node: Any = ray._private.worker._global_node
+        folder = node.get_session_dir_path()
+        disk = shutil.disk_usage(folder)
+        return (
+            f"It holds at most {min(sizes):,.0f} MiB on a node; what is beyond goes to {folder}, where "
+            f"{disk.free / 2**20:,.0f} of {disk.total / 2**20:,.0f} MiB are free."
+        )
+    return ""
 
 
 def _object_store_bytes() -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.data.batch import Batch
+from roll.data.columns import IntArray, Item
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
 from roll.distributed.weights.buckets import as_tensor
@@ -28,8 +29,13 @@ from roll.models.routing import expert_sizes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from roll.data.pictures import Pictures
+    from roll.models.pictures import Tower
+
 QUESTION = [{"role": "user", "content": "Name a colour, a number and an animal."}]
 """The message that a probe's prompt is made of."""
+FEATURES = "features"
+"""Of the pictures that a tower has seen, beside what it was given of them under the processor's names."""
 FORMAT, EXPERTS, PROMPT, TEMPERATURE = "number format", "experts", "prompt", "temperature"
 """Settings that have these names on both sides; the others are entries of the model's configuration, and buffers."""
 
@@ -124,6 +130,34 @@ def buffer_settings(model: nn.Module) -> dict[str, str]:
     }
 
 
+def pictures_seen(tower: Tower | None, row: Batch) -> dict[str, Tensor]:
+    """What the tower is given of a row's pictures, and its features of them, on the CPU (collective)."""
+    if tower is None or row.items_I is None or not row.items_I[0]:
+        return {}
+    shown = tower.of_rows([(row.tokens_T.numpy(), row.items_I[0])], torch.arange(row.num_tokens), (1, row.num_tokens))
+    given = {name: torch.cat([each[name] for each in shown.values]) for name in shown.values[0]}
+    with torch.no_grad():
+        features = torch.cat(tower.features(shown).pooler_output)
+    return {name: values.detach().float().cpu() for name, values in {**given, FEATURES: features}.items()}
+
+
+def probe_picture(pictures: Pictures) -> Item:
+    """The picture of a probe: noise, so that no two of its pixels are alike."""
+    return pictures.item(np.random.default_rng(0).integers(0, 256, (56, 84, 3), dtype=np.uint8))
+
+
+def pictured_prompt(tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate, pictures: Pictures) -> IntArray:
+    """Token ids of ``QUESTION`` about ``probe_picture``.
+
+    Raises:
+        ValueError: the template or the picture processor does not take it.
+    """
+    from roll.data.renderer import ChatRenderer
+
+    parts = [{"type": "image", "image": probe_picture(pictures)}, {"type": "text", "text": QUESTION[0]["content"]}]
+    return ChatRenderer(tokenizer, template, pictures).prompt([{"role": "user", "content": parts}])
+
+
 def probe_prompt(tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate) -> list[int]:
     """Token ids of ``QUESTION`` in a chat template; of its bare text, where there is no template."""
     from roll.data.renderer import ChatRenderer
@@ -140,7 +174,13 @@ def rows_of(requests: Sequence[GenerateRequest], completions: Sequence[Completio
     parts = [ids for each, done in zip(requests, completions, strict=True) for ids in (each.prompt_ids, done.token_ids)]
     mask = np.repeat(np.tile([False, True], len(lengths)), np.ravel(lengths))
     tokens_T = torch.from_numpy(np.concatenate(parts).astype(np.int64))
-    return Batch(torch.tensor([sum(each) for each in lengths]), tokens_T, torch.from_numpy(mask))
+    items = tuple(each.items for each in requests)
+    return Batch(
+        torch.tensor([sum(each) for each in lengths]),
+        tokens_T,
+        torch.from_numpy(mask),
+        items_I=items if any(items) else None,
+    )
 
 
 def _project(values: Tensor) -> np.ndarray:

@@ -52,7 +52,7 @@ def _forecast(run: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = extra("plan").forecast(run)
     except ConfigErrors as errors:
-        return {"problem": f"There is no plan: {'; '.join(each.key for each in errors.problems)} cannot be read here."}
+        return {"problem": f"There is no plan: {'; '.join(each.path for each in errors.problems)} cannot be read here."}
     return found
 
 

@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
+from roll.data.pictures import Pictures
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.evidence import probe_prompt
+from roll.distributed.strategy.evidence import pictured_prompt, probe_picture, probe_prompt
 from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.probe import Bound, Probe, other_prompt
+from roll.pipeline.probe import Bound, Probe, find_causes, other_prompt
 from roll.utils.foreign import replaced
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
+from tests.support.picture_models import make_picture_model
 from tests.support.probe_pair import Pair
 
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "down_proj"))
@@ -66,6 +69,65 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     yield pair
     for each in pairs.values():
         each.generator.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A pair whose question has a picture."""
+    path = make_picture_model(tmp_path_factory.mktemp("sees") / "model", "qwen2_5_vl")
+    generator = STRATEGIES.get("hf_infer")(context_of("hf_infer", str(path), sequence_length=128, pictures=True))
+    generator.setup()
+    pair = Pair(path, generator, 1.0, pictures=True)
+    tokenizer, pictures = AutoTokenizer.from_pretrained(path), Pictures.of(path)
+    prompt = pictured_prompt(tokenizer, "native", pictures)
+    pair.request = replace(pair.request, prompt_ids=prompt, items=(probe_picture(pictures),))
+    yield pair
+    generator.shutdown()
+
+
+def other_picture(pixels: Any) -> Any:
+    return pixels.flip(0)
+
+
+def other_pixel(pixels: Any) -> Any:
+    pixels = pixels.clone()
+    pixels[2, 5] += 0.5
+    return pixels
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_picture, "pictures: the generator sees another one: 100% of pixel_values differ"),
+        (
+            other_pixel,
+            "pictures: pixels have changed on the way to the generator's tower: 1 of 28,224 numbers of pixel_values",
+        ),
+    ],
+)
+def test_a_swapped_picture_and_a_changed_pixel_are_named(
+    pictured: Pair, change: Callable[[Any], Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not pictured.causes()
+    tower = pictured.generator._scorer.tower
+    made = tower._values
+    monkeypatch.setattr(
+        tower, "_values", lambda items: (found := made(items)) | {"pixel_values": change(found["pixel_values"])}
+    )
+    difference, bound, completion = pictured.difference()
+    assert difference > bound.value or change is other_pixel
+    (cause,) = find_causes(pictured, pictured.request, completion, bound)[:1]
+    assert cause.startswith(words) and ("in patch 2 of 24" in cause or change is other_picture)
+
+
+def test_features_of_old_weights_are_named(pictured: Pair) -> None:
+    weight = next(value for name, value in pictured.model.named_parameters() if "visual" in name and value.dim() > 1)
+    kept = weight.detach().clone()
+    weight.data *= 1.5
+    causes = pictured.causes()
+    weight.data.copy_(kept)
+    assert causes[0].startswith("pictures: of equal pixels the generator's vision tower makes features")
+    assert any(cause.startswith("tensors:") and "visual" in cause for cause in causes)
 
 
 def exchange(pair: Pair, *names: str) -> None:

@@ -64,6 +64,45 @@ def test_other_causes_are_found(cause: str, metrics: dict[str, float], settings:
     assert all(name in " ".join(found.findings[0].evidence) for name in metrics if name != "rollout/all_wrong")
 
 
+def test_a_cause_in_one_tag_alone_is_named_with_it() -> None:
+    sound = record(SOUND)
+    good, bad = {"rollout/maths/valid_rate": 0.95}, {"rollout/code/valid_rate": 0.02, "rollout/code/no_spread": 0.9}
+    counts = {"rollout/maths/episodes": 64.0, "rollout/code/episodes": 192.0, "rollout/maths/no_spread": 0.1}
+    steps = [{**step, "rollout/reward": 0.3, **counts, **good, **bad} for step in sound.steps]
+    found = {each.cause: each for each in diagnose(RunRecord(sound.config, steps)).findings}
+    judged = found["nothing-to-judge"]
+    assert judged.text.startswith("of code, 75% of the episodes: in 98% of the responses no answer")
+    assert judged.weight == pytest.approx(0.98 * 0.75) and judged.evidence[0].startswith(
+        "rollout/code/valid_rate: 0.02"
+    )
+    assert "groups-have-no-spread" in found and "maths" not in str(list(found.values()))
+    steps = [{**step, "rollout/valid_rate": 0.2} for step in steps]
+    judged = diagnose(RunRecord(sound.config, steps)).findings[0]
+    assert judged.cause == "nothing-to-judge" and judged.evidence[-1].startswith("only in: code (in 98% of")
+
+
+@pytest.mark.parametrize(("prompt", "cause"), [("user: 1+1=", True), ("<|im_start|>user\n1+1=<|im_end|>\n", False)])
+def test_prompts_without_the_models_template_are_found(tmp_path: Path, prompt: str, cause: bool) -> None:
+    sound = record(SOUND)
+    sampled = [{name: each for name, each in step.items() if not name.startswith("eval")} for step in sound.steps]
+    steps = [{**step, "rollout/reward": 0.3, "rollout/cut_off": 0.95} for step in sampled]
+    (tmp_path / "config.yaml").write_text(json.dumps({**sound.config, "pretrain": str(tmp_path / "model")}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    for folder in ("model", "trajectories"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m }}<|im_end|>{% endfor %}"
+    )
+    row = {"tokens": [prompt, ["2", -1.0], ["<|im_end|>", -1.0], ["3", -1.0]]}
+    (tmp_path / "trajectories" / "tokens-00009.jsonl").write_text(json.dumps(row) + "\n")
+    found = diagnose(RunRecord.read(tmp_path)).findings
+    never = next(each for each in found if each.cause == "responses-never-end")
+    assert "<|im_end|> is written, but it does not end the response" in never.text
+    assert [each.cause for each in found].count("template-is-another") == cause
+    if cause:
+        assert found[0].cause == "template-is-another" and "a prompt begins with: user: 1+1=" in found[0].evidence
+
+
 def test_a_collapse_of_the_entropy_is_found() -> None:
     sound = record(SOUND)
     steps = [{**step, "rollout/reward": 0.3, "actor/entropy": 0.8 * 0.7**n} for n, step in enumerate(sound.steps)]

@@ -241,11 +241,13 @@ def test_metrics_are_means_over_episodes_and_turns():
         "rollout/A/success": 1.0,
         "rollout/A/reward": 1.0,
         "rollout/A/turns": 2.0,
+        "rollout/A/cut_off": 0.0,
         "rollout/A/valid_rate": 1.0,
         "rollout/B/episodes": 1,
         "rollout/B/success": 0.0,
         "rollout/B/reward": -1.5,
         "rollout/B/turns": 1.0,
+        "rollout/B/cut_off": 0.0,
         "rollout/B/valid_rate": 0.0,
     }
     assert "rollout/A/success" not in rollout_metrics(groups[:1], "rollout")

@@ -420,6 +420,10 @@ class Generator(ABC, Generic[PlanT]):
         """Of the weights under the engine's names; none of an engine that cannot say."""
         return self.sketches()
 
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        """See ``evidence.pictures_seen``; none of an engine that cannot say."""
+        return {}
+
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
         """See ``evidence.layer_outputs``; none of an engine that cannot say."""
         return {}

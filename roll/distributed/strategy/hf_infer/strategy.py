@@ -24,7 +24,14 @@ from roll.configs.engines.hf_infer import STATES, TAKEN, HfInferConfig, foreign_
 from roll.data.batch import Batch
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.evidence import FORMAT, Sketch, buffer_settings, config_settings, layer_outputs
+from roll.distributed.strategy.evidence import (
+    FORMAT,
+    Sketch,
+    buffer_settings,
+    config_settings,
+    layer_outputs,
+    pictures_seen,
+)
 from roll.distributed.strategy.generation.generator import EngineStoppedError, Generator
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
 from roll.distributed.strategy.hf_infer.continuous_batching import (
@@ -401,6 +408,9 @@ class HfInfer(Generator[WeightUpdate]):
             return {name: Sketch.of(values) for each in parts for name, values in each.items()}
 
         return self._engine.call(sketch).result()
+
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        return self._engine.call(lambda: pictures_seen(self._scorer.tower, row)).result()
 
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
         return self._engine.call(lambda: layer_outputs(self.own_forward, row)).result()

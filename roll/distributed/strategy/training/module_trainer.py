@@ -19,7 +19,7 @@ from roll.data.batch import Batch
 from roll.data.packing import ModelInput
 from roll.distributed.strategy import require_engine
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.evidence import buffer_settings, config_settings
+from roll.distributed.strategy.evidence import buffer_settings, config_settings, pictures_seen
 from roll.distributed.strategy.training.checkpoint import (
     MODEL_PREFIX,
     SourceFolder,
@@ -243,6 +243,9 @@ class ModuleScorer(Scorer, Generic[W]):
     @property
     def number_format(self) -> torch.dtype:
         return self._compute_dtype
+
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        return pictures_seen(self.weights.scorer.tower, row)
 
     def settings(self) -> dict[str, str]:
         model = self.weights.scorer.model

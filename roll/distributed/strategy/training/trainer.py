@@ -171,6 +171,10 @@ class Scorer(ABC):
         own = {FORMAT: dtype_name(self.number_format), TEMPERATURE: f"{context.temperature or 1.0:g}"}
         return config_settings(config) | own
 
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        """See ``evidence.pictures_seen`` (collective); none of an engine that takes no pictures."""
+        return {}
+
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
         """See ``evidence.layer_outputs``; every rank gets the same row (collective)."""
         return {} if self.own_forward is None else layer_outputs(self.own_forward, row)

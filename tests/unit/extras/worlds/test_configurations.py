@@ -39,7 +39,6 @@ HERE = "tests.unit.extras.worlds.test_single_turn"
         ("single_turn", {"generator": "no_such_module:f"}, "generator: .*no_such_module"),
         ("single_turn", {"items": ITEMS, "generator": f"{HERE}:addition"}, "generator: got .* with items"),
         ("single_turn", {"items": ITEMS, "answer_pattern": "("}, "answer_pattern: got"),
-        ("single_turn", {"items": [{"prompt": "x"}]}, "items.0.answer: got nothing"),
         ("shop", {"kinds": ["mug", "Hat"]}, "words of at least two letters a to z"),
         ("shop", {"kinds": ["mug", "red"]}, "every word once, in kinds and attributes"),
         ("shop", {"num_shown": 4}, "num_shown: got 4, expected at most 3, the attributes"),

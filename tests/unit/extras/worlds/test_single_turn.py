@@ -122,3 +122,5 @@ def test_all_rows_that_hold_no_question_are_told_and_there_is_one_source(tmp_pat
         env(file, items=[{"prompt": "a", "answer": "b"}])
     with pytest.raises(ConfigErrors, match="a dataset"):
         SingleTurnEnv()
+    with pytest.raises(ConfigErrors, match=r"items\.0\.answer: got nothing"):
+        SingleTurnEnv(items=[{"prompt": "a"}])
