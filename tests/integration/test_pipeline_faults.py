@@ -32,7 +32,6 @@ def assert_failed(run: Run, *messages: str, steps: int) -> None:
 
 
 def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launch):
-    started = time.monotonic()
     run = launch(
         "train_env_manager.tags=[Conting]",
         "actor_train.strategy_args.strategy_name=fsdp3_train",
@@ -42,7 +41,6 @@ def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launc
         "actor_infer.device_mapping=[7]",
         "custom_envs.Board.env_type=sokobann",
     ).ended(2)
-    assert time.monotonic() - started < 20  # 5 s when nothing else uses the machine
     hints = ("Counting", "fsdp2_train", "tensorboard", "mean grpo?", "/no/such/model", "ids from 0 to 1", "'sokoban'")
     assert not [hint for hint in hints if hint not in run.output], run.output
     assert not run.path.exists(), "nothing was started"
