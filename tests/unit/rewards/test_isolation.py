@@ -15,7 +15,9 @@ from roll.configs.rewards import RewardConfig
 from roll.extras.maths.verifier import MathVerifier
 from roll.rewards import VERIFIERS, RewardError, RewardResult, RuleVerifier, Sample
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
+from roll.rewards.rules import FormatConfig, FormatVerifier
 from roll.rewards.scorer import DomainScorer
+from roll.rewards.types import OverBudgetError
 from tests.support.echo import Echo
 
 
@@ -83,6 +85,13 @@ def test_a_slow_expression_is_killed_and_the_others_go_on():
     assert 1.0 <= seconds < 3.0
     assert len(both) == 2 and both == after and len(after & before) == 1
     assert all(gone(pid) for pid in before)
+
+
+async def test_a_format_that_backtracks_without_end_is_over_budget():
+    async with pool_of(FormatVerifier, **FormatConfig(pattern=r"(a|a)*b").model_dump()) as pool:
+        with pytest.raises(OverBudgetError, match=r"took more than 0.125 s of CPU time"):
+            await pool.check(0, sample("a" * 60), 0.5)
+        assert (await pool.check(0, sample("aab"), 5)).correct
 
 
 async def test_a_mathematical_bomb_is_answered():

@@ -401,8 +401,8 @@ def test_functions_are_looked_at_before_the_run(values, message):
 
 def test_any_text_is_judged_without_an_exception(maths):
     rng = random.Random(0)
-    tags = [r"\boxed{", "}", "$", "<answer>", "</answer>", "#### ", "Answer: "]
-    pieces = [*tags, "1/2", "x^2", "7", "(B)", r"\frac", " ", "答"]
+    marks = [r"\boxed{", "}", "$", "1/2", "x^2", "<answer>", "</answer>", "#### "]
+    pieces = [*marks, "7", "(B)", "Answer: ", r"\frac", " ", "答"]
     verifiers = [
         (maths, "5"),
         (FinalAnswerVerifier(FinalAnswerConfig(method="flexible")), "5"),

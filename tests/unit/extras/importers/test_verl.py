@@ -264,6 +264,7 @@ NEW = ("model_engine=dp",)
         (("critic.fsdp.param_offload=true", "trainer.use_legacy_worker_impl=auto"), True, True),
         (("reward.num_workers=4",), False, False),
         (("algorithm.filter_groups.enable=true", OLD[0]), False, True),
+        ((), False, True),
         ((f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",), False, False),
     ],
 )
@@ -293,6 +294,12 @@ def test_what_older_releases_and_files_do_otherwise_is_told():
     packed = f"{MODEL}.use_rmpad=True critic.model.use_rmpad=True critic.model.path=Qwen/Qwen3-0.6B"
     found = verl(text=f"python3 -m verl.trainer.main_ppo data.train_batch_size=64 {packed}")
     assert not [key for key in found.lost if "rmpad" in key] and found.text.count("use_sequence_packing: true") == 2
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_replayed_experts(mode):
+    found = verl(f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{ACTOR}.router_replay.mode={mode}")
+    assert found.written["actor_train"]["router_replay"] == {"mode": mode}
 
 
 # Training on given samples
