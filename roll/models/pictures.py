@@ -10,7 +10,7 @@ time, height and width, 4 its place in the sequence before them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,8 @@ class Tower:
         self._blank = Item(np.zeros((side, side, 3), dtype=np.uint8))
         self._token = model.config.image_token_id
         self._begin = functools.lru_cache(_KNOWN_POSITIONS)(self._own_positions)
+        self.observer: Callable[[Sequence[Mapping[str, Tensor]], Sequence[Tensor]], None] | None = None
+        """Is told what the tower was given, and the features that it has made, in their places."""
         self._cells_RC: Tensor | None = None
         self._own_cells: Any = self._trunk.get_placeholder_mask
         self._trunk.get_placeholder_mask = self._find_cells  # type: ignore[assignment]
@@ -145,8 +147,8 @@ class Tower:
             positions,
         )
 
-    def features(self, pictures: PictureInput) -> Any:
-        """What the model's class makes of pictures, ``pooler_output`` in their places."""
+    def see(self, pictures: PictureInput) -> dict[str, Any]:
+        """Arguments of the trunk's next forward pass: features, computed here, and positions."""
         device = self._trunk.device
         outputs = [
             self._trunk.get_image_features(**{name: x.to(device) for name, x in each.items()}, return_dict=True)
@@ -157,11 +159,8 @@ class Tower:
         if "deepstack_features" in output:
             layers = zip(*(each.deepstack_features for each in outputs), strict=True)
             output.deepstack_features = [_in_places([x for part in layer for x in part], pictures) for layer in layers]
-        return output
-
-    def see(self, pictures: PictureInput) -> dict[str, Any]:
-        """Arguments of the trunk's next forward pass: features, computed here, and positions."""
-        device, output = self._trunk.device, self.features(pictures)
+        if self.observer is not None:
+            self.observer(pictures.values, output.pooler_output)
         self._cells_RC = pictures.cells_RC.to(device)
         positions = pictures.positions_4RC
         arguments = {} if positions is None else {"position_ids": positions.to(device)}

@@ -25,6 +25,7 @@ from roll.distributed.weights.contents import WeightBucket, dtype_name
 from roll.models.lora import LoraSpec, matrix_name
 from roll.models.own_forward import OwnForward, outputs
 from roll.models.routing import expert_sizes
+from roll.utils.foreign import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -130,15 +131,21 @@ def buffer_settings(model: nn.Module) -> dict[str, str]:
     }
 
 
-def pictures_seen(tower: Tower | None, row: Batch) -> dict[str, Tensor]:
-    """What the tower is given of a row's pictures, and its features of them, on the CPU (collective)."""
-    if tower is None or row.items_I is None or not row.items_I[0]:
+def pictures_seen(own: OwnForward | None, tower: Tower | None, row: Batch) -> dict[str, Tensor]:
+    """What the tower is given of a row's pictures in a forward pass, and its features of them (collective)."""
+    if own is None or tower is None or row.items_I is None:
         return {}
-    shown = tower.of_rows([(row.tokens_T.numpy(), row.items_I[0])], torch.arange(row.num_tokens), (1, row.num_tokens))
-    given = {name: torch.cat([each[name] for each in shown.values]) for name in shown.values[0]}
-    with torch.no_grad():
-        features = torch.cat(tower.features(shown).pooler_output)
-    return {name: values.detach().float().cpu() for name, values in {**given, FEATURES: features}.items()}
+    found: dict[str, Tensor] = {}
+
+    def note(given: Sequence[Mapping[str, Tensor]], features: Sequence[Tensor]) -> None:
+        parts = {name: torch.cat([each[name] for each in given]) for name in given[0]} | {
+            FEATURES: torch.cat([*features])
+        }
+        found.update({name: values.detach().float().cpu() for name, values in parts.items()})
+
+    with torch.no_grad(), replaced(tower, observer=note):
+        own.usual(row)
+    return found
 
 
 def probe_picture(pictures: Pictures) -> Item:

@@ -410,7 +410,7 @@ class HfInfer(Generator[WeightUpdate]):
         return self._engine.call(sketch).result()
 
     def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
-        return self._engine.call(lambda: pictures_seen(self._scorer.tower, row)).result()
+        return self._engine.call(lambda: pictures_seen(self.own_forward, self._scorer.tower, row)).result()
 
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
         return self._engine.call(lambda: layer_outputs(self.own_forward, row)).result()

@@ -245,7 +245,7 @@ class ModuleScorer(Scorer, Generic[W]):
         return self._compute_dtype
 
     def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
-        return pictures_seen(self.weights.scorer.tower, row)
+        return pictures_seen(self.own_forward, self.weights.scorer.tower, row)
 
     def settings(self) -> dict[str, str]:
         model = self.weights.scorer.model
