@@ -28,7 +28,7 @@ from roll.preflight.choices import CHECKS
 from roll.rollout.tokenization_audit import compare_tokens, first_difference
 from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
 from tests.unit.configs.test_rlvr_config import MINIMAL
-from tests.unit.extras.importers.test_import import FILES
+from tests.unit.extras.importers.imported import FILES
 
 ROOT = Path(__file__).parents[3]
 APPEND_ONLY = {"answers": True, "tool calls": True, "answers after tools": True}
