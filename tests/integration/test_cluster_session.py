@@ -238,6 +238,7 @@ def test_the_death_of_a_daemon_ends_the_block_soon_and_is_named(tmp_path, daemon
     assert_nothing_stays(tmp_path, folder)
 
 
+@pytest.mark.slow
 def test_a_running_three_node_cluster_is_joined_used_with_a_node_lost_and_left_running(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(JOINING_DRIVER)

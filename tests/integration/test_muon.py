@@ -133,11 +133,13 @@ def test_one_rank_steps_as_pytorch_does(model):
         assert weights.kinds(name) == ([MOMENTUM] if name in chosen else [*ADAM_STATE])
 
 
+@pytest.mark.slow  # four processes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_steps_as_one_rank_does(folder, model, layout):
     assert_equal(load_file(folder / f"{layout}.safetensors"), given_steps(make_trainer(model)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trained", "sharded"])
 def test_four_ranks_train_and_resume_as_one(folder, model, name):
     trainer = make_trainer(model)
