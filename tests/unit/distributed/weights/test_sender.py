@@ -16,6 +16,7 @@ from roll.distributed.weights.buckets import pack_buckets, unpack_bucket
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.sender import Link, Receiver, Route, TransferRequest
 from roll.pipeline import workers
+from roll.utils.progress import WorkClock
 from tests.support.trainers import make_context
 
 NUM_BUCKETS, BUCKET_BYTES = 6, 4096
@@ -85,6 +86,7 @@ def test_what_a_trainer_keeps_for_a_replaced_generator_stays_in_memory_that_it_s
 ):
     model, generators = Model(), [Generator(loop, copies) for _ in range(2)]
     worker: Any = object.__new__(workers.TrainWorker)
+    worker.clock = WorkClock()
     monkeypatch.setattr(workers, "make_strategy", lambda context: model)
     monkeypatch.setattr(workers, "freeze_startup_objects", lambda: None)
     worker.setup(make_context(tmp_path, "fsdp2_train"))
