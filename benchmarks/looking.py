@@ -89,7 +89,7 @@ def alternate() -> None:
         finally:
             self._config = whole
 
-    TrainingLoop.after_step, StepRollouts.take = after_step, taken  # type: ignore[method-assign]
+    TrainingLoop.after_step, StepRollouts.take = after_step, taken  # type: ignore[method-assign, assignment]
     for owner, name in (
         (rollouts, "write_rollouts"),
         (rollouts, "write_samples"),
