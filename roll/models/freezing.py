@@ -93,8 +93,8 @@ def own_rates(model: PreTrainedModel, rates: Mapping[str, float]) -> dict[str, f
     parts = parts_of(model, rates, RATES)
     trained = {whole_name(model, name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     if idle := sorted(rates.keys() - {parts[name] for name in parts.keys() & trained}):
-        reason = f"nothing of {', '.join(idle)} is trained with a rate of its own"
-        raise UnknownPartError(RATES, reason, "parts that are trained, and not named whole by longer prefixes")
+        reason = f"no trained parameter of {type(model).__name__} would learn at the rate of {', '.join(idle)}"
+        raise UnknownPartError(RATES, reason, "parts that are not frozen, and that longer names leave something of")
     return {name: rates[prefix] for name, prefix in parts.items()}
 
 

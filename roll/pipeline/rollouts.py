@@ -32,7 +32,7 @@ from roll.report.verification import SCORES, SCORES_FILE
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.types import Collected, RolloutGroup, Trajectory
+from roll.rollout.types import Collected, RolloutGroup, Trajectory, kept_steps, step_folder
 from roll.tracking.display import NOTED
 from roll.tracking.files import to_json, write_atomic
 from roll.tracking.run import TOKENS, TRAINED, RunFolder
@@ -528,16 +528,13 @@ def drop_oldest(folder: Path, step: int, max_bytes: int) -> list[int]:
     Returns:
         The steps that are gone.
     """
-    sizes = {
-        number: sum(file.stat().st_size for file in path.iterdir())
-        for path in folder.glob("step-*")
-        if path.name[5:].isdigit() and (number := int(path.name[5:])) <= step
-    }
+    kept = {number: path for number, path in kept_steps(folder).items() if number <= step}
+    sizes = {number: sum(file.stat().st_size for file in path.iterdir()) for number, path in kept.items()}
     total, gone = sum(sizes.values()), []
-    for number in sorted(sizes)[:-2]:
+    for number in list(kept)[:-2]:
         if total <= max_bytes:
             break
-        shutil.rmtree(step_folder(folder, number))
+        shutil.rmtree(kept[number])
         total -= sizes[number]
         gone.append(number)
     return gone
@@ -641,8 +638,3 @@ def read_rollouts(folder: str, step: int) -> Collected:
             f"rollout_replay_dir: no rollouts of step {step} in {folder}; write it with rollout_dump_dir"
         )
     return collected
-
-
-def step_folder(folder: Path | str, step: int) -> Path:
-    """Where ``write_rollouts`` puts a step."""
-    return Path(folder).expanduser() / f"step-{step:05d}"

@@ -120,18 +120,22 @@ def timeline_svg(
     width: int = 960,
     left: int = 150,
 ) -> str:
-    """When each row was at work, below the phases of the step, in seconds from its start."""
+    """When each row was at work, below the phases of the step.
+
+    Args:
+        phases: names, begins and ends in seconds.
+        rows: begins and ends of a worker's work, by its name.
+        width: pixels of the drawing.
+        left: pixels of these for the names of rows.
+    """
     start, end = min(begin for _, begin, _ in phases), max(end for _, _, end in phases)
     scale = (width - left - 8) / max(end - start, 1e-9)
     height, high = 46 + 20 * len(rows), 16
     out = [f'<svg viewBox="0 0 {width} {height}" role="img" font-size="12">']
     names = list(dict.fromkeys(name for name, _, _ in phases))
     for name, begin, until in phases:
-        color, x, wide = (
-            _COLORS[names.index(name) % len(_COLORS)],
-            left + (begin - start) * scale,
-            (until - begin) * scale,
-        )
+        color = _COLORS[names.index(name) % len(_COLORS)]
+        x, wide = left + (begin - start) * scale, (until - begin) * scale
         out.append(
             f'<g><title>{escape(name)}: {until - begin:.3g} s</title><rect x="{x:.1f}" y="4" '
             f'width="{max(1.0, wide):.1f}" height="{height - 26}" fill="{color}" fill-opacity="0.14"/></g>'

@@ -160,8 +160,14 @@ class Finding:
     advice: str
 
 
-_OF_TAGS: tuple[str, ...] = ("responses-are-cut", "nothing-to-judge", "responses-are-all-alike", "tasks-are-too-hard")
-_OF_TAGS += ("tasks-are-too-easy", "groups-have-no-spread")
+_OF_TAGS = (
+    "responses-are-cut",
+    "nothing-to-judge",
+    "responses-are-all-alike",
+    "tasks-are-too-hard",
+    "tasks-are-too-easy",
+    "groups-have-no-spread",
+)
 """Causes that are looked for in each tag, too."""
 
 Found: TypeAlias = Iterator[tuple[float, str, Sequence[str], str]]
@@ -244,11 +250,8 @@ def _ends(marks: Sequence[str]) -> list[str]:
 
 @_cause
 def _template_is_another(record: RunRecord) -> Found:
-    """No control token of the model's own template is in what it is given, or none but the opening ones."""
-    if not (record.marks and record.prompts):
-        return
-    missing = [mark for mark in record.marks if not any(mark in prompt for prompt in record.prompts)]
-    if len(missing) < len(record.marks):
+    """No control token of the model's own template is in what it is given."""
+    if not (record.marks and record.prompts) or any(mark in text for mark in record.marks for text in record.prompts):
         return
     begins = textwrap.shorten(record.prompts[0].encode("unicode_escape").decode(), 70)
     weak = record.late("rollout/valid_rate", 1.0) < 0.7 or record.late("rollout/cut_off", 0.0) >= 0.25

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.rollout.types import Collected
+from roll.rollout.types import Collected, kept_steps
 from roll.tracking.files import read_json_lines
 from roll.tracking.run import TRAINED
 
@@ -112,19 +112,19 @@ def _phase(name: str) -> str:
 
 def _tokens(found: Parting) -> None:
     """The first sampled token that differs: of kept rollouts, else the first letter of the responses written."""
-    kept = [_kept(run) for run in (found.one, found.other)]
-    if None in kept:
+    one, other = _kept(found.one), _kept(found.other)
+    if one is None or other is None:
         found.lines.append(_texts(found))
         if found.phase == "rollout":  # one token that is sampled otherwise moves its metrics by any amount
             found.size = None
         return
     assert found.step is not None
-    steps = [{path.name for path in folder.glob("step-*")} for folder in kept if folder is not None]
+    theirs = kept_steps(other)
     moved = False
-    for name in sorted(steps[0] & steps[1]):
-        mine, theirs = (Collected.load(folder / name) for folder in kept if folder is not None)
-        largest, token = _compared(mine, theirs)
-        step = int(name.removeprefix("step-"))
+    for step, folder in kept_steps(one).items():
+        if step not in theirs:
+            continue
+        largest, token = _compared(Collected.load(folder), Collected.load(theirs[step]))
         if largest > 0 and not moved:
             moved = True
             if step <= found.step:

@@ -27,7 +27,7 @@ from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.rollout.metrics import kept_metrics, overlap_metrics
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.types import VALID_UNKNOWN, Collected
+from roll.rollout.types import VALID_UNKNOWN, Collected, kept_steps, step_folder
 from roll.tracking.files import read_json_lines
 from roll.tracking.run import TRAINED
 from roll.utils.hashing import derive_seed
@@ -121,12 +121,12 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
     """
     found = Verification()
     dumped = rollouts or (Path(config.rollout_dump_dir).expanduser() if config.rollout_dump_dir else None)
-    first = min((int(path.name[5:]) for path in dumped.glob("step-*")), default=0) if dumped is not None else 0
+    oldest = next(iter(kept_steps(dumped)), 0) if dumped is not None else 0
     shaping: Shaping | None = Shaping(config.parts)
     metrics = read_json_lines(run_dir / "metrics.jsonl")
     for printed in metrics:
         step = printed["step"]
-        folder = dumped / f"step-{step:05d}" if dumped is not None else None
+        folder = step_folder(dumped, step) if dumped is not None else None
         if folder is not None and (folder / "episodes.jsonl").is_file():
             rows: Records = read_json_lines(folder / "episodes.jsonl")
             collected = Collected.load(folder)
@@ -136,7 +136,7 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
                 dtype = config.actor_train.model_args.dtype or ""
                 found.compare(step, printed, trained, _TRAINED.get(dtype, _ROUNDED))
         else:
-            if 0 < step < first:
+            if 0 < step < oldest:
                 found.gone.append(step)
             rows = _rows(run_dir, f"{TRAINED}{step:05d}")
             if len(_grouped(rows)) >= config.num_written_groups and len(rows) != printed.get("rollout/episodes"):

@@ -140,3 +140,14 @@ class Collected:
     def load(cls, folder: Path) -> Collected:
         """Groups that ``save`` has written, equal in every field; none where it has written nothing."""
         return columns.load(folder, "rollouts", cls) or cls([], [])
+
+
+def step_folder(folder: Path | str, step: int) -> Path:
+    """Where the rollouts of a step are kept below a ``rollout_dump_dir``."""
+    return Path(folder).expanduser() / f"step-{step:05d}"
+
+
+def kept_steps(folder: Path) -> dict[int, Path]:
+    """The folders of the steps that are kept, by step in ascending order."""
+    found = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
+    return dict(sorted((int(step), path) for step, path in found.items() if step.isdigit()))

@@ -26,10 +26,11 @@ from roll.pipeline.commands.inspecting import configuration, schema_of
 from roll.pipeline.launch import MODEL_WORKERS, launch
 from roll.pipeline.programs import Program
 from roll.pipeline.rl import RLPipeline, set_losses
-from roll.pipeline.rollouts import read_rollouts, step_folder
+from roll.pipeline.rollouts import read_rollouts
 from roll.pipeline.start import RunContext
 from roll.report.parting import MEASURED
 from roll.rollout.rows import groups_to_batch
+from roll.rollout.types import kept_steps, step_folder
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import read_json_lines
 
@@ -121,10 +122,11 @@ def _plan(job: Job, words: Sequence[str]) -> _Plan:
     rollouts = Path(dumped).expanduser()
     needed = range(first, job.step + 1)
     if lack := [step for step in needed if not (step_folder(rollouts, step) / "rollouts.json").is_file()]:
-        kept = sorted(rollouts.glob("step-*"))
+        oldest = next(iter(kept_steps(rollouts)), 0)
         why = ""
-        if kept and step_folder(rollouts, max(lack)) < kept[0]:
-            why = f"; it begins with {kept[0].name}, as rollout_dump_gb bounds it: the oldest steps are deleted first"
+        if max(lack) < oldest:
+            begin = step_folder(rollouts, oldest).name
+            why = f"; it begins with {begin}, as rollout_dump_gb bounds it: the oldest steps are deleted first"
         start = "the first step" if checkpoint is None else f"{checkpoint.name}, the nearest before it,"
         raise ValueError(
             f"step {job.step} is replayed from {start} with the rollouts of each step from {first} on; those of "

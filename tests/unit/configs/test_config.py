@@ -251,6 +251,20 @@ def test_muon_is_for_whole_matrices(problems, load, override, key, words):
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor_train.strategy_args={strategy_name: megatron_train}", "which has one rate for all"),
+        ("actor_train.model_args.lora_target=q_proj", "the model's own parts stay"),
+        ("actor_train.training_args.optimizer=muon", "nothing with optimizer muon"),
+    ],
+)
+def test_parts_have_learning_rates_where_an_optimizer_can_give_them(problems, load, override, words):
+    rates = "actor_train.training_args.learning_rate_of={model.layers: 1.0e-4}"
+    assert words in problems(rates, override)["actor_train.training_args.learning_rate_of"].expected
+    assert load(rates).actor_train.training_args.learning_rate_of == {"model.layers": 1e-4}
+
+
+@pytest.mark.parametrize(
     ("override", "hint"),
     [
         ("max_stepz=3", "did you mean max_steps?"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.core_model_loading import revert_weight_conversion
 
-from roll.models.freezing import UnknownPartError, freeze, frozen_parameters
+from roll.models.freezing import UnknownPartError, freeze, frozen_parameters, own_rates
 from roll.models.heads import load_value_head
 from roll.models.loading import copy_companions, fit_folder, load_causal_lm, load_config, outline
 from roll.models.tiny import make_tokenizer
@@ -374,6 +374,19 @@ def test_a_tied_parameter_is_frozen_by_each_of_its_names():
     for name in ("model.embed_tokens", "lm_head"):
         assert frozen_parameters(model_of(tie_word_embeddings=True), [name]) == both
         assert len(frozen_parameters(model_of(tie_word_embeddings=False), [name])) == 1
+
+
+def test_the_longest_name_gives_the_learning_rate_and_each_name_is_of_something_trained():
+    model = model_of()
+    freeze(model, ["model.layers.0"])
+    found = own_rates(model, {"model.layers": 1e-4, "model.layers.1.mlp": 1e-3})
+    assert {found[f"model.layers.1.{part}.weight"] for part in ("mlp.up_proj", "mlp.down_proj")} == {1e-3}
+    assert found["model.layers.11.mlp.up_proj.weight"] == 1e-4 and "model.norm.weight" not in found
+    for idle in ({"model.layers.0": 1.0}, {"model.norm": 1.0, "model.norm.weight": 2.0}):
+        with pytest.raises(UnknownPartError, match=f"would learn at the rate of {min(idle)}, expected parts"):
+            own_rates(model, idle)
+    with pytest.raises(UnknownPartError, match=r"learning_rate_of: 'model\.visual' is not a part of Qwen2ForCausalLM"):
+        own_rates(model, {"model.visual": 1.0})
 
 
 def test_a_trunk_has_the_names_of_the_whole_model():

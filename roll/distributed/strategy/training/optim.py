@@ -20,7 +20,7 @@ MASTER = "master"
 DECAYS = "decays"
 """Key of a parameter group that weight decay is for."""
 SHARE = "share_of_rate"
-"""Key of a parameter group with a learning rate of its own, as a share of the optimizer's."""
+"""Key of a parameter group: its learning rate as a share of the optimizer's; 1 for groups without it."""
 
 
 def parameter_groups(

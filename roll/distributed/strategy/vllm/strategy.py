@@ -444,7 +444,9 @@ _KEPT = 16
 
 
 class Prompts:
-    """Makes the engine's inputs.
+    """Makes the engine's inputs; pictures arrive as the numbers that a trainer's tower is given.
+
+    vLLM's own processing, which would resize a picture once more and put marks of its own into the prompt, is not used.
 
     Args:
         pictures: the picture processor of the model's folder; ``None`` for a run without pictures.
