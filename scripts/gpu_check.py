@@ -35,6 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 INTERRUPTED_SECONDS = 12.0
 """That a step has to show its results after it is interrupted, before it is killed."""
+LARGEST_FILE = 16 << 20
+"""Bytes of what is kept of a run."""
 LEAST_SECONDS = 10.0
 """With less time left no step begins."""
 OPTIONAL = {
@@ -80,28 +82,45 @@ def tests(name: str, shows: str, seconds: float, *arguments: str, needs: Sequenc
     return Step(name, shows, seconds, (*command, *arguments), (), ("pytest", *needs))
 
 
-def demonstration(seconds: float) -> Step:
+def run_of(name: str, shows: str, seconds: float, on_gpu: Sequence[str], small: Sequence[str]) -> Step:
+    """Some steps of a pipeline, by its start script: settings of a GPU, and of a rehearsal."""
+    pipeline = name.partition("_")[0]
     command = (
-        "{python}",
-        "examples/start_agentic_pipeline.py",
-        "--config_name",
-        "agentic_sokoban",
-        "output_dir={scratch}/output",
-        "exp_name=gpu_demo",
+        *("{python}", f"examples/start_{pipeline}_pipeline.py", "--config_name", name),
+        *("output_dir={scratch}/output", f"exp_name={name}"),
     )
-    on_gpu = (
-        "num_gpus_per_node=1",
+    return Step(name, shows, seconds, (*command, "num_gpus_per_node=1", *on_gpu), (*command, *small), ("ray",))
+
+
+SOKOBAN = run_of(
+    "agentic_sokoban",
+    "ten steps with an actor, a critic and a generator on one device, the ninth profiled",
+    150,
+    (
         *(f"{role}.device_mapping=[0]" for role in ("actor_train", "actor_infer", "critic")),
-    )
-    profiled = ("max_steps=10", "save_steps=10", "profiler.steps=[9]", "profiler.memory=true")
-    small = (
+        *("max_steps=10", "save_steps=10", "profiler.steps=[9]", "profiler.memory=true"),
+    ),
+    (
         *("max_steps=1", "save_steps=1", "eval_steps=0", "val_before_train=false", "rollout_batch_size=64"),
         *("train_env_manager.env_groups=64", "val_batch_size=32", "val_env_manager.env_groups=32"),
         *("warm_start.max_steps=20", "warm_start.eval_steps=20", "warm_start.eval_episodes=32"),
         *("warm_start.demonstrations=640", "warm_start.min_success=0.0", "warm_start.min_valid=0.0"),
-    )
-    shows = "ten steps of agentic_sokoban, the ninth profiled"
-    return Step("demonstration", shows, seconds, (*command, *on_gpu, *profiled), (*command, *small), ("ray",))
+    ),
+)
+SHAPES = run_of(
+    "rlvr_shapes",
+    "ten steps of a model that takes pictures, its tower trained",
+    150,
+    (
+        *("actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]"),
+        *("actor_train.training_args.gradient_accumulation_steps=8", "max_steps=10", "save_steps=10"),
+    ),
+    (
+        *("max_steps=1", "save_steps=1", "eval_steps=0", "val_before_train=false"),
+        *("warm_start.max_steps=10", "warm_start.eval_steps=10", "warm_start.eval_episodes=32"),
+        *("warm_start.min_success=0.0", "warm_start.max_success=1.0"),
+    ),
+)
 
 
 STEPS = (
@@ -118,7 +137,9 @@ STEPS = (
     bench("train", "tokens per second of every trainer, FSDP2's shards and Liger", 200, 60),
     bench("vllm", "the log-prob gap in bf16, batched tokens, sleep levels", 400, 150, "vllm"),
     bench("weights", "weight updates to hf_infer and vllm on the same device", 150, 120, "ray"),
-    demonstration(150),
+    SOKOBAN,
+    tests("families", "every model family: fp32, packed, bf16, pictures; hf_infer", 200, "tests/gpu/test_families.py"),
+    SHAPES,
     tests(
         "offload",
         "memory that trainers give back: alone, ZeRO 2 and 3, bf16",
@@ -258,16 +279,16 @@ class Check:
         why = (
             f"stopped after {limit:.0f} s" if code is None else f"exit code {code}, see {step.name}.log" if code else ""
         )
-        self.keep_demonstration()
+        self.keep_runs()
         self.note(step.name, step.shows, result, time.monotonic() - start, why)
 
-    def keep_demonstration(self) -> None:
-        """What is small of a run's folder: its summary, metrics, and the profile."""
-        folder = self.scratch / "output" / "gpu_demo"
-        for path in (folder / "summary.json", folder / "metrics.jsonl", *folder.glob("profile/*")):
-            if path.is_file():
-                (self.out / "demonstration").mkdir(exist_ok=True)
-                shutil.move(path, self.out / "demonstration" / path.name)
+    def keep_runs(self) -> None:
+        """What is small of a run's folder: its summary, metrics, log and profile."""
+        for folder in self.scratch.glob("output/*"):
+            for path in (*folder.glob("*.json*"), *folder.glob("*.log"), *folder.glob("profile/*")):
+                if path.is_file() and path.stat().st_size < LARGEST_FILE:
+                    (self.out / folder.name).mkdir(exist_ok=True)
+                    shutil.copy(path, self.out / folder.name / path.name)
 
     def write(self) -> None:
         figures: dict[str, Any] = {}
@@ -277,7 +298,7 @@ class Check:
         failed = sorted(
             {name for log in logs for name in re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", log, re.MULTILINE)}
         )
-        summary = read(self.out / "demonstration" / "summary.json") or {}
+        summaries = {path.parent.name: read(path) or {} for path in sorted(self.out.glob("*/summary.json"))}
         kept = (
             "status",
             "steps",
@@ -292,7 +313,7 @@ class Check:
         check = self.facts | {
             "steps": self.steps,
             "failed_tests": failed,
-            "demonstration": {key: summary[key] for key in kept if key in summary},
+            "runs": {name: {key: found[key] for key in kept if key in found} for name, found in summaries.items()},
             "figures": figures,
         }
         (self.out / "check.json").write_text(json.dumps(check, indent=2) + "\n")
@@ -337,8 +358,8 @@ def page(check: Mapping[str, Any]) -> Iterable[str]:
         keys = list(dict.fromkeys(key for found in rows.values() for key in found))
         cells = [(row, *(shown(found.get(key, "")) for key in keys)) for row, found in rows.items()]
         yield "\n" + "\n".join(table((part, *keys), cells))
-    if check["demonstration"]:
-        yield "\nThe demonstration: `" + json.dumps(check["demonstration"]) + "`"
+    for name, found in check["runs"].items():
+        yield f"\n{name}: `{json.dumps(found)}`"
 
 
 def step_rows(steps: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
