@@ -48,6 +48,11 @@ class UnmadeModelError(ValueError):
     """Entries of a configuration that its class does not check, and cannot use."""
 
 
+def exact_float32() -> None:
+    """Convolutions in float32 keep all their digits on a GPU: unless told so, cuDNN rounds to TF32 (10 bits)."""
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> torch.dtype:
     """``fp32``, ``bf16``, ``fp16`` or a torch name; ``None`` takes the model configuration's, else float32."""
     if name is None:
@@ -126,6 +131,7 @@ def load_causal_lm(
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
+    exact_float32()
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log it is lines that overwrite nothing
     path, local = locate_model(path)

@@ -210,6 +210,14 @@ def without_expandable_segments(settings: str) -> str:
     return settings.replace(EXPANDABLE, EXPANDABLE.replace("True", "False"))
 
 
+def allocator_settings() -> str:
+    """Those that PyTorch's allocator has; of PyTorch 2.11, which does not tell them, those of the environment."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return str(torch._C._accelerator_getAllocatorSettings())
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if name in os.environ), "")
+
+
 @contextlib.contextmanager
 def plain_gpu_memory() -> Iterator[None]:
     """Memory that is allocated inside has a plain CUDA IPC handle, whatever the allocator's settings.
@@ -217,7 +225,7 @@ def plain_gpu_memory() -> Iterator[None]:
     That of expandable segments can be opened only with the right to trace other processes, which containers seldom
     give, and several times as slowly. With the setting off, PyTorch takes no block that lies in one.
     """
-    settings = torch._C._accelerator_getAllocatorSettings()
+    settings = allocator_settings()
     if EXPANDABLE not in settings:
         yield
         return

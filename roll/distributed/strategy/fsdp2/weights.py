@@ -158,7 +158,11 @@ class ReplicatedWeights(Weights):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
 
+    def before_backward(self, *, last: bool) -> None:
+        self._allocate_gradients()
+
     def reduce_gradients(self) -> list[Tensor]:
+        self._allocate_gradients()  # a rank may have had no row
         if self._ranks > 1:
             dist.all_reduce(self._flat_gradient)
         return [cast(Tensor, parameter.grad) for parameter in self.trained.values()]
@@ -175,12 +179,13 @@ class ReplicatedWeights(Weights):
     def move(self, device: torch.device) -> None:
         for parameter in self.local.values():
             parameter.grad = None
+        self._flat_gradient = torch.empty(0)  # until the next backward pass
         self.scorer._apply(partial(to_device, device=device))
-        if self._flat_gradient.numel():
-            self._allocate_gradients()
 
     def _allocate_gradients(self) -> None:
-        """Makes every ``.grad`` a view of one buffer, so that a sum over ranks is one call."""
+        """Makes every ``.grad`` a view of one buffer, unless it is; so a sum over ranks is one call."""
+        if self._flat_gradient.numel():
+            return
         parameters = list(self.trained.values())
         sizes = [parameter.numel() for parameter in parameters]
         self._flat_gradient = torch.zeros(sum(sizes), device=parameters[0].device)

@@ -68,7 +68,7 @@ from roll.distributed.strategy.training.exchange import (
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
 from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, dtype_name, outline_of
-from roll.models.loading import copy_companions, load_config
+from roll.models.loading import copy_companions, exact_float32, load_config
 from roll.models.lora import write_adapter_config
 from roll.models.own_forward import LAYOUTS, OwnForward
 from roll.models.scoring import split_batch
@@ -250,6 +250,7 @@ def join_group(context: StrategyContext, *, alone: bool) -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", context.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        exact_float32()
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
             raise ValueError(

@@ -45,6 +45,7 @@ from roll.distributed.weights.segments import (
     SegmentPool,
     SegmentReader,
     SharedMemory,
+    allocator_settings,
     open_on_gpu,
     own_copy,
     plain_gpu_memory,
@@ -727,3 +728,13 @@ def test_memory_for_cuda_ipc_lies_in_no_expandable_segment():
         assert seen == ["expandable_segments:False,max_split_size_mb:512", "max_split_size_mb:512"]
     finally:
         torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def test_settings_that_pytorch_does_not_tell_are_those_of_the_environment(monkeypatch):
+    """PyTorch 2.11 takes settings of its allocator, but has no function that returns them."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert allocator_settings() == ""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert allocator_settings() == "expandable_segments:True"
