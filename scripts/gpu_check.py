@@ -110,7 +110,7 @@ SOKOBAN = run_of(
 SHAPES = run_of(
     "rlvr_shapes",
     "ten steps of a model that takes pictures, its tower trained",
-    150,
+    300,
     (
         *("actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]"),
         *("actor_train.training_args.gradient_accumulation_steps=8", "max_steps=10", "save_steps=10"),
