@@ -32,15 +32,20 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bo
     return {}
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
 @pytest.mark.parametrize("layout", CASES)
-def test_parity(layout, figures, tmp_path_factory):
+def test_parity(layout, figures, models, tmp_path_factory):
     package = PACKAGES.get(layout.strategy)
     if package is not None and not package.installed:
         pytest.skip(f"{package.module} is not installed (extra {package.extra})")
     key = group(layout)
     if key not in figures:
         members = [other for other in LAYOUTS if group(other) == key]
-        figures[key] = measure(members, Path(tmp_path_factory.mktemp("parity")))
+        figures[key] = measure(members, tmp_path_factory.mktemp("parity"), models_in=models)
     found = figures[key][layout.id]
     assert not found.error, found.error
     record("layout", asdict(layout) | as_row(found))

@@ -716,14 +716,21 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
     )
 
 
-def measure(layouts: list[Layout], folder: Path, *, on_gpus: bool = False) -> dict[str, Figures]:
-    """Runs layouts of one world size in one group of processes, on CPUs or GPUs; figures by ``Layout.id``."""
-    models = {kind: folder / kind for kind in {layout.model for layout in layouts}}
+def measure(
+    layouts: list[Layout], folder: Path, *, models_in: Path | None = None, on_gpus: bool = False
+) -> dict[str, Figures]:
+    """Runs layouts of one world size in one group of processes, on CPUs or GPUs; figures by ``Layout.id``.
+
+    Args:
+        models_in: folder of the models, made where they are not there; what the oracle found of one counts for others.
+    """
+    models_in = models_in or folder
+    models = {kind: models_in / kind for kind in {layout.model for layout in layouts}}
     for kind, path in models.items():
         if not path.exists():
             make_model(path, kind)
     if any(TASKS[layout.task].divergence for layout in layouts):
-        make_teacher(folder / "teacher")
+        make_teacher(models_in / "teacher")
     world_size = layouts[0].world_size
     assert all(layout.world_size == world_size for layout in layouts)
     try:

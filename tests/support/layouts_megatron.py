@@ -33,7 +33,9 @@ SLOW = """
     cp2-packed-js_divergence pp2-vpp2-process cp2-packed-regression dp2-lora-regression dp2-lora
     dp2-lora-bf16-whole-optimizer tp2-lora tp2-sp-moe-lora pp2-lora pp2-vpp2-lora tp2-sp-routed pp2-ep2-routed
     tp2-kept-packed tp2-pp2 dp2-pp2 tp4 tp2-lora-grouped ep2-allgather-grouped tp2-sp-pp2-vpp2-grouped moe
-    recompute-full dp2 pp2 ep2 tp2-sp tp2-sp-packed-bradley_terry dp2-tp2-sp
+    recompute-full dp2 pp2 ep2 tp2-sp tp2-sp-packed-bradley_terry dp2-tp2-sp pp2-vpp2-routed-recomputed
+    cp2-routed-packed pp2-vpp2-grouped tp2-sp-packed-lora-bradley_terry tp2-sp-lora-packed cp2-lora-packed
+    tp2-sp-pp2-lora tp2-sp-pp2-vpp2-bf16 tp2-sp-cp2-packed tp2-sp-ep2
 """
 """Names of the layouts that CI leaves out."""
 
