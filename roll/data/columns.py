@@ -333,12 +333,15 @@ class _Writer:
 
     def plain(self, value: Any) -> Any:
         """The value as JSON can hold it."""
+        kind = type(value)
+        if kind in _AS_THEY_ARE:
+            return value
         if isinstance(value, Item):
             if value.hash not in self._items:
                 self._items[value.hash] = self._add(value.data)
             return self._items[value.hash]
-        if is_dataclass(value):
-            return {entry.name: self.plain(getattr(value, entry.name)) for entry in fields(value)}
+        if (names := _field_names(kind)) is not None:
+            return {name: self.plain(getattr(value, name)) for name in names}
         if isinstance(value, tuple | list):
             return [self.plain(item) for item in value]
         if isinstance(value, bytes):
@@ -346,7 +349,8 @@ class _Writer:
         return self._add(value) if isinstance(value, np.ndarray) else value
 
     def _add(self, array: np.ndarray) -> list[str | int]:
-        kind, start = array.dtype.name, self._lengths[array.dtype.name]
+        kind = _dtype_name(array.dtype)
+        start = self._lengths[kind]
         self.parts[kind].append(array.reshape(-1))
         self._lengths[kind] += array.size
         return [kind, start, start + array.size, *array.shape[1:]]
@@ -384,6 +388,20 @@ class _Reader:
         kind, start, end, *width = place
         array = self._arrays[kind][start:end] if kind in self._arrays else np.zeros(0, kind)
         return array.reshape(-1, *width) if width else array
+
+
+_AS_THEY_ARE = frozenset({types.NoneType, bool, int, float, str})
+
+
+@functools.cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # NumPy composes it anew each time
+
+
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Those of a dataclass; ``None`` of another class."""
+    return tuple(entry.name for entry in fields(kind)) if is_dataclass(kind) else None
 
 
 @functools.cache
