@@ -333,7 +333,7 @@ class _Writer:
 
     def plain(self, value: Any) -> Any:
         """The value as JSON can hold it."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _AS_THEY_ARE:
             return value
         if isinstance(value, Item):

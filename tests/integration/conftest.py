@@ -321,3 +321,20 @@ def rlvr(launch: Launch, tmp_path: Path) -> Rlvr:
 def position(run: Run, step: int) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((run.checkpoint(step) / "pipeline_state.json").read_text())["rollouts"]
     return data
+
+
+Replay = Callable[..., tuple[str, dict[str, float]]]
+
+
+@pytest.fixture
+def replay(ray_cluster: "RayCluster", tmp_path: Path) -> Replay:
+    """``roll replay`` of a step of a run, with changes: what it prints, and the metrics of the step."""
+
+    def start(run: Run, step: int, *words: str) -> tuple[str, dict[str, float]]:
+        environment = {**os.environ, **AUTHENTICATED, "RAY_ADDRESS": ray_cluster.address, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "roll", "replay", str(run.path), "--step", str(step), *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, Run(run.path.with_name(f"run_replay_{step}"), run.faults, run.process).metrics[step]
+
+    return start

@@ -1,17 +1,14 @@
 """An agentic run that filters and keeps its rollouts, and those that train on them again without playing."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from roll.__main__ import main
-from tests.integration.conftest import AUTHENTICATED, ROOT, Run, assert_same_tensors
+from tests.integration.conftest import assert_same_tensors
 
 KEYS = (
     "max_steps=2",
@@ -94,21 +91,14 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
     ids=["gae", "async"],
 )
 def test_a_step_is_replayed_to_the_bit_and_its_figures_follow_from_what_was_kept(
-    launch, ray_cluster, tmp_path, keys, capsys
+    launch, replay, tmp_path, keys, capsys
 ):
     first = launch(*keys, "max_steps=3", "save_steps=2", f"rollout_dump_dir={tmp_path / 'kept'}").ended()
     assert main(["verify", str(first.path)]) == 0
     unchecked = capsys.readouterr().out
     assert "reward/shaped_mean" not in unchecked and ("actor/pg_loss" in unchecked) == (ONE_STEP[0] not in keys)
 
-    def replay(*words: str) -> tuple[str, dict[str, float]]:
-        environment = {**os.environ, **AUTHENTICATED, "RAY_ADDRESS": ray_cluster.address, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "roll", "replay", str(first.path), "--step", "3", *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, Run(first.path.with_name("run_replay_3"), first.faults, first.process).metrics[3]
-
-    said, again = replay()
+    said, again = replay(first, 3)
     recorded = first.metrics[3]
     names = [name for name in again if not name.startswith(("time/", "tokens_per_s", "tflops", "memory/"))]
     assert {name: again[name] for name in names} == {name: recorded[name] for name in names}
@@ -116,7 +106,7 @@ def test_a_step_is_replayed_to_the_bit_and_its_figures_follow_from_what_was_kept
     assert {name for name in recorded if name.startswith(("actor/", "critic/"))} <= set(names)
     assert f"all {len(names)} are equal to the bit" in said and "checkpoint-2" in said
 
-    said, other = replay("actor_train.training_args.learning_rate=0.5", "entropy_loss_coef=0.1")
+    said, other = replay(first, 3, "actor_train.training_args.learning_rate=0.5", "entropy_loss_coef=0.1")
     assert other["actor/lr"] != recorded["actor/lr"] and other["actor/grad_norm"] != recorded["actor/grad_norm"]
     assert other["reward/shaped_mean"] == recorded["reward/shaped_mean"]
     assert "changed: entropy_loss_coef: was 0.0, is 0.1" in said

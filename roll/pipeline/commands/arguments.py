@@ -448,7 +448,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _add_replay(commands: Any) -> None:
-    text = "take a step of a run again from its checkpoint and kept rollouts, also with other settings"
+    text = "take a step of a run again from its checkpoint and its rollouts or data, also with other settings"
     parser = add_command(commands, "replay", text, _replay)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step")

@@ -1,7 +1,8 @@
-"""``roll replay``: takes a step of a run again from its checkpoint and its kept rollouts, also with other settings.
+"""``roll replay``: takes a step of a run again from its checkpoint, also with other settings.
 
-Neither environments nor generators start: the training step is that of every run, and its groups come from disk. With
-the settings, the machine and the layout of the run, each figure is the recorded one to the bit.
+Neither environments nor generators start: the training step is that of every run, and its rows come from disk, from
+the kept rollouts or from the dataset. With the settings, the machine and the layout of the run, each figure is the
+recorded one to the bit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.algorithms.losses import policy_needs
+from roll.configs.offline import OfflineConfig
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.resuming import Change, Record, compare
 from roll.configs.rl import RLConfig
@@ -24,6 +26,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.cli import EXIT_OK, EXIT_USAGE, read_config, report
 from roll.pipeline.commands.inspecting import configuration, schema_of
 from roll.pipeline.launch import MODEL_WORKERS, launch
+from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.programs import Program
 from roll.pipeline.rl import RLPipeline, set_losses
 from roll.pipeline.rollouts import read_rollouts
@@ -33,6 +36,7 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import kept_steps, step_folder
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import read_json_lines
+from roll.utils.registry import import_path
 
 _WORKERS = {name: MODEL_WORKERS[name] for name in ("actor_train", "critic", "reference", "teacher")}
 _PLAYED: tuple[str, ...] = ("custom_envs", "train_env_manager", "val_", "rewards", "validation", "rollout_workers")
@@ -68,8 +72,13 @@ def run(job: Job, words: Sequence[str], started: float) -> int:
     except ValueError as error:
         sys.stderr.write(f"roll replay: {error}\n")
         return EXIT_USAGE
-    body = partial(_replay, rollouts=plan.rollouts, last=job.step)
-    code = launch(plan.config, plan.program, body, _WORKERS, needs=policy_needs(plan.config), started=started)
+    if isinstance(plan.config, RLConfig):
+        assert plan.rollouts is not None, "a run that samples has them"
+        body = partial(_replay, rollouts=plan.rollouts, last=job.step)
+        code = launch(plan.config, plan.program, body, _WORKERS, needs=policy_needs(plan.config), started=started)
+    else:
+        run_offline: Any = import_path(plan.program.run)
+        code = run_offline(plan.config, started, take=partial(_take_again, last=job.step))
     if code != EXIT_OK:
         return code
     replayed = _by_step(Path(plan.config.output_dir) / plan.config.exp_name)
@@ -80,9 +89,10 @@ def run(job: Job, words: Sequence[str], started: float) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    config: RLConfig
+    config: RLConfig | OfflineConfig
     program: Program
-    rollouts: Path
+    rollouts: Path | None
+    """``None``: the rows are those of the dataset."""
     checkpoint: Path | None
     changes: Sequence[Change]
 
@@ -96,24 +106,35 @@ def _plan(job: Job, words: Sequence[str]) -> _Plan:
     """
     values = configuration(job.run)
     schema = schema_of(values)
-    if schema is None or not issubclass(schema, RLConfig):
-        raise ValueError(f"{job.run}: got a run that samples nothing, expected one with rollouts")
+    if schema is None:
+        raise ValueError(f"{job.run}: got a configuration of no pipeline, expected a run's")
     steps = [step for step in _by_step(job.run) if step > 0]
     if job.step not in steps:
         found = f"the steps {steps[0]} to {steps[-1]}" if steps else "no step"
         raise ValueError(f"--step {job.step}: {job.run} has recorded {found}")
     saved = (values.get("checkpoint_config") or {}).get("output_dir") or job.run / "checkpoints"
     checkpoint = Checkpointer(saved).before(job.step)
-    fixed = _fixed(job, checkpoint)
+    fixed = _fixed(job, checkpoint, offline=issubclass(schema, OfflineConfig))
+    fixed = {key: value for key, value in fixed.items() if key in schema.model_fields}
     taken = [key for key in fixed if any(word.partition("=")[0] == key for word in words)]
     if taken:
         raise ValueError(f"{', '.join(taken)}: a replay sets this itself")
     fixed_words = [f"{key}={json.dumps(value)}" for key, value in fixed.items()]
     before, _ = read_config("config", job.run, fixed_words)
     config, program = read_config("config", job.run, [*fixed_words, *words])
-    assert isinstance(before, RLConfig) and isinstance(config, RLConfig), "the schema is one's"
+    assert isinstance(before, RLConfig | OfflineConfig) and isinstance(config, RLConfig | OfflineConfig), "all are"
     changes = _changes(before, config)
-    if getattr(config, "teacher_prompt", None) is not None:
+    rollouts = _rollouts(job, values, checkpoint) if isinstance(config, RLConfig) else None
+    return _Plan(config, program, rollouts, checkpoint, changes)
+
+
+def _rollouts(job: Job, values: Mapping[str, Any], checkpoint: Path | None) -> Path:
+    """The folder with the rollouts of all steps that are taken.
+
+    Raises:
+        ValueError: some are missing, or are not all that the step was made of.
+    """
+    if values.get("teacher_prompt") is not None:
         raise ValueError("teacher_prompt: its prompts are made of the data, which a replay does not read")
     dumped = job.rollouts or values.get("rollout_dump_dir")
     if dumped is None:
@@ -132,13 +153,18 @@ def _plan(job: Job, words: Sequence[str]) -> _Plan:
             f"step {job.step} is replayed from {start} with the rollouts of each step from {first} on; those of "
             f"{', '.join(map(str, lack))} are not in {rollouts} (rollout_dump_dir; --rollouts DIR if it has moved){why}"
         )
-    return _Plan(config, program, rollouts, checkpoint, changes)
+    return rollouts
 
 
-def _fixed(job: Job, checkpoint: Path | None) -> dict[str, Any]:
-    """Keys that make the run's configuration that of its replay, which is written beside the run."""
+def _fixed(job: Job, checkpoint: Path | None, *, offline: bool) -> dict[str, Any]:
+    """Keys that make a run's configuration that of its replay, which is written beside the run.
+
+    Args:
+        offline: the run learns from a dataset; who answers held-out questions has its place among the devices there.
+    """
     run = job.run.resolve()
-    return {
+    nobody_answers: dict[str, Any] = {"validation": None, "actor_infer": None, "rewards": {}} if offline else {}
+    return nobody_answers | {
         "exp_name": f"{run.name}_replay_{job.step}",
         "output_dir": str(run.parent),
         "resume_from_checkpoint": False if checkpoint is None else str(checkpoint.resolve()),
@@ -152,7 +178,7 @@ def _fixed(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     }
 
 
-def _changes(before: RLConfig, after: RLConfig) -> list[Change]:
+def _changes(before: RLConfig | OfflineConfig, after: RLConfig | OfflineConfig) -> list[Change]:
     """What the user has changed of what is learned.
 
     Raises:
@@ -170,7 +196,22 @@ def _changes(before: RLConfig, after: RLConfig) -> list[Change]:
 def _replay(config: RLConfig, run: RunContext, *, rollouts: Path, last: int) -> None:
     with run.set_up(config, None):
         set_losses(run.roles, config)
-    Replay(config, run, rollouts).replay(last)
+    _take_again(Replay(config, run, rollouts), last)
+
+
+def _take_again(loop: TrainingLoop, last: int) -> None:
+    """Takes the steps up to ``last``, from the checkpoint of the session if there is one."""
+    session = loop.session
+    if (path := session.resume_path) is not None:
+        with session.phase("resume"):
+            loop.roles.load(path)
+            loop.restore(path)
+    session.summary["eval"] = {}  # the run's own
+    session.display.start(last, done_steps=loop.done_steps, save_steps=None, evaluates_last=False)
+    for step in range(loop.done_steps + 1, last + 1):
+        Cluster.current_step = step
+        loop.step(step)
+        session.log_step(step, loop.unreported | session.timer.step_metrics())
 
 
 class Replay(RLPipeline):
@@ -179,19 +220,6 @@ class Replay(RLPipeline):
     def __init__(self, config: RLConfig, run: RunContext, rollouts: Path) -> None:
         super().__init__(config, run, None)
         self._folder = rollouts
-
-    def replay(self, last: int) -> None:
-        """Takes the steps up to ``last``, from the checkpoint of the session if there is one."""
-        if (path := self.session.resume_path) is not None:
-            with self.session.phase("resume"):
-                self.roles.load(path)
-                self.restore(path)
-        self.session.summary["eval"] = {}  # the run's own
-        self.session.display.start(last, done_steps=self.done_steps, save_steps=None, evaluates_last=False)
-        for step in range(self.done_steps + 1, last + 1):
-            Cluster.current_step = step
-            self.step(step)
-            self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
 
     def rollout(self, step: int) -> tuple[Batch | None, Metrics]:
         """The recorded groups; their own metrics are not counted again."""

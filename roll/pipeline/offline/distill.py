@@ -9,14 +9,14 @@ from roll.algorithms.distillation import build_distill_loss
 from roll.configs.distill import DistillConfig
 from roll.models.loading import load_config
 from roll.pipeline.column_cache import check_writable
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Samples, load_sft_data, run_offline
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Samples, Take, load_sft_data, run_offline
 from roll.pipeline.programs import DISTILL
 from roll.pipeline.teachers import DatasetTeacher, require_cached
 
 
-def run_distill(config: DistillConfig, started: float | None = None) -> int:
-    """Runs the distillation pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, DISTILL, load_sft_data, _build, started, _check)
+def run_distill(config: DistillConfig, started: float | None = None, take: Take = OfflinePipeline.run) -> int:
+    """Runs the distillation pipeline to its end and returns the exit code, see ``run_offline``."""
+    return run_offline(config, DISTILL, load_sft_data, _build, started, _check, take=take)
 
 
 class DistillPipeline(OfflinePipeline):

@@ -24,7 +24,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.models.tokenizer import model_folder
 from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, weight_files
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Prepare, Samples, run_offline
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Prepare, Samples, Take, run_offline
 from roll.pipeline.programs import DPO
 from roll.pipeline.roles import Roles
 from roll.preflight.models import pictures_refused
@@ -130,9 +130,9 @@ def cross(batch: Batch, max_tokens: int) -> Batch:
     return Batch(torch.tensor([len(row) for row in rows]), torch.cat(rows), torch.cat(marks))
 
 
-def run_dpo(config: DPOConfig, started: float | None = None) -> int:
-    """Runs the DPO pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, DPO, _load, _build, started, _check)
+def run_dpo(config: DPOConfig, started: float | None = None, take: Take = OfflinePipeline.run) -> int:
+    """Runs the DPO pipeline to its end and returns the exit code, see ``run_offline``."""
+    return run_offline(config, DPO, _load, _build, started, _check, take=take)
 
 
 class DPOPipeline(OfflinePipeline):

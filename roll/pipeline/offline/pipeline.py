@@ -252,6 +252,8 @@ class Samples(Datasets[Conversations]):
 
 Build: TypeAlias = Callable[[ConfigT, Parts], "OfflinePipeline | None"]
 """Makes the pipeline once the models are there; ``None``: all that was wanted is done."""
+Take: TypeAlias = Callable[["OfflinePipeline"], None]
+"""Takes steps of a pipeline."""
 
 
 def run_offline(
@@ -262,12 +264,14 @@ def run_offline(
     started: float | None,
     check: Callable[[ConfigT, Samples], None] | None = None,
     *,
+    take: Take = OfflinePipeline.run,
     needs: tuple[Quantity, ...] = (logprobs,),
 ) -> int:
     """Runs a pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data.
 
     Args:
         check: raises ``ValueError`` where the run could not use what was read.
+        take: what is done with the pipeline; by default, the whole run.
         needs: what the loss takes from the trained model, but for the comparison with a teacher.
     """
     try:
@@ -283,7 +287,7 @@ def run_offline(
         per_epoch = steps_per_epoch(len(datasets.train.batch.samples), config.actor_train.global_train_batch_size)
         config = config.model_copy(update={"max_steps": config.num_train_epochs * per_epoch})
     notes = [*describe_batches(config), *datasets.describe()]
-    body = partial(_run, datasets=datasets, build=build)
+    body = partial(_run, datasets=datasets, build=build, take=take)
     workers, data = prompt_workers(config), datasets.identities()
     return launch(config, program, body, workers, needs=needs, notes=notes, started=started, data=data)
 
@@ -320,7 +324,7 @@ def _length(renderer: ChatRenderer, prompt: Prompt) -> int:
     return len(renderer.prompt(with_items(prompt.messages, renderer.pictures, blank=True), prompt.tools))
 
 
-def _run(config: ConfigT, run: RunContext, *, datasets: Samples, build: Build[ConfigT]) -> None:
+def _run(config: ConfigT, run: RunContext, *, datasets: Samples, build: Build[ConfigT], take: Take) -> None:
     run.roles.pictures = datasets.have_pictures
     prompts = None
     if datasets.questions is not None:
@@ -330,7 +334,7 @@ def _run(config: ConfigT, run: RunContext, *, datasets: Samples, build: Build[Co
     with run.set_up(config, prompts) as (model_path, teacher_path):
         pipeline = build(config, Parts(run, train, datasets.held_out, prompts, model_path, teacher_path))
     if pipeline is not None:
-        pipeline.run()
+        take(pipeline)
 
 
 def load_sft_data(

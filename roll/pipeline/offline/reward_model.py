@@ -15,14 +15,16 @@ from roll.data.preferences import encode_whole_talk, load_preferences, load_scor
 from roll.data.renderer import ChatRenderer
 from roll.data.template_check import LeftOut
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, run_offline
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Take, run_offline
 from roll.pipeline.programs import REWARD_MODEL
 from roll.preflight.models import pictures_refused
 
 
-def run_reward_model(config: RewardTrainingConfig, started: float | None = None) -> int:
-    """Runs the pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, REWARD_MODEL, _load, _build, started)
+def run_reward_model(
+    config: RewardTrainingConfig, started: float | None = None, take: Take = OfflinePipeline.run
+) -> int:
+    """Runs the pipeline to its end and returns the exit code, see ``run_offline``."""
+    return run_offline(config, REWARD_MODEL, _load, _build, started, take=take)
 
 
 class RewardModelPipeline(OfflinePipeline):

@@ -9,13 +9,13 @@ from roll.algorithms.losses import SFT_NEEDS, build_sft_loss
 from roll.configs.offline import SFTConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, load_sft_data, run_offline
+from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Take, load_sft_data, run_offline
 from roll.pipeline.programs import SFT
 
 
-def run_sft(config: SFTConfig, started: float | None = None) -> int:
-    """Runs the SFT pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, SFT, load_sft_data, _build, started, needs=SFT_NEEDS)
+def run_sft(config: SFTConfig, started: float | None = None, take: Take = OfflinePipeline.run) -> int:
+    """Runs the SFT pipeline to its end and returns the exit code, see ``run_offline``."""
+    return run_offline(config, SFT, load_sft_data, _build, started, take=take, needs=SFT_NEEDS)
 
 
 class SFTPipeline(OfflinePipeline):

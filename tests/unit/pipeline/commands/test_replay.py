@@ -86,11 +86,37 @@ def test_what_a_replay_lacks_or_cannot_follow_is_said(run, capsys, step, words, 
     assert expected.format(run=run) in capsys.readouterr().err
 
 
-def test_a_run_without_kept_rollouts_or_without_any_is_refused(run, tmp_path, capsys):
+def test_a_run_without_kept_rollouts_or_that_is_none_is_refused(run, tmp_path, capsys):
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"rollout_dump_dir": None}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     assert main(["replay", str(run), "--step", "4"]) == 2
     assert "a run with rollout_dump_dir can be replayed" in capsys.readouterr().err
-    (run / "config.yaml").write_text("train_on: last\n")
+    (run / "config.yaml").write_text("exp_name: run\n")
     assert main(["replay", str(run), "--step", "4"]) == 2
-    assert "a run that samples nothing" in capsys.readouterr().err
+    assert "a configuration of no pipeline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "distill", "rm"])
+def test_a_step_on_a_dataset_needs_no_rollouts_and_nobody_who_answers(tmp_path, monkeypatch, name):
+    """The pipeline's own start gets the configuration, and what is done with its steps."""
+    run, seen = tmp_path / "run", SimpleNamespace()
+    words = ["max_steps=4", "pretrain=some/model", *(["teacher_pretrain=some/other"] if name == "distill" else [])]
+    config, program = read_config(name, CONFIGS, words)
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "actor/loss": 1.5}}\n' for step in range(5)))
+    Checkpointer(run / "checkpoints").save(2, lambda path: None, {"step": 2})
+
+    def start(config: Any, started: float, take: Any) -> int:
+        seen.config, seen.take = config, take
+        folder = Path(config.output_dir) / config.exp_name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 3, "actor/loss": 1.5}\n')
+        return 0
+
+    monkeypatch.setattr(replaying, "import_path", lambda path: start if path == program.run else pytest.fail(path))
+    assert main(["replay", str(run), "--step", "3", "actor_train.training_args.learning_rate=0.5"]) == 0
+    assert seen.config.resume_from_checkpoint == str(run / "checkpoints" / "checkpoint-2")
+    assert (seen.config.validation, seen.config.actor_infer, seen.config.max_steps) == (None, None, 4)
+    assert seen.config.actor_train.training_args.learning_rate == 0.5
+    assert seen.take.keywords == {"last": 3}
