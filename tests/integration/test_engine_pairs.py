@@ -20,8 +20,8 @@ TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": 
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
 PAIRS = list(itertools.product(TRAINERS, GENERATORS))
 ALWAYS = [(name, "sglang") for name in TRAINERS]
-"""Pairs that always play Sokoban, where SGLang is there; all are in both with ``-m slow``. Most other runs are of ``fsdp2``
-with ``hf``."""
+"""Pairs that always play Sokoban, where SGLang is there; all are in both with ``-m slow``. Most other runs are of
+``fsdp2`` with ``hf``."""
 
 SMALL = (
     "max_steps=2",
