@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch
+from roll.data.batch import Batch, repeated
 
 STD_EPS = 1e-6
 """Added to a standard deviation that scores are divided by."""
@@ -139,7 +139,7 @@ class Episodes:
     @property
     def turn_M(self) -> Tensor:
         """int64: running number of the turn that each token belongs to."""
-        return torch.repeat_interleave(self.last_K - self.first_K + 1)
+        return repeated(torch.arange(self.num_turns), self.last_K - self.first_K + 1)
 
     @property
     def episode_M(self) -> Tensor:
@@ -199,8 +199,8 @@ def find_episodes(batch: Batch) -> Episodes:
     if torch.equal(rows, torch.arange(len(rows))):
         token_M = sampled
     else:
-        token_M = sampled[torch.arange(len(sampled)) + torch.repeat_interleave(first_B[rows] - start_R, count_R)]
-    row_M = torch.repeat_interleave(rows, count_R)
+        token_M = sampled[torch.arange(len(sampled)) + repeated(first_B[rows] - start_R, count_R)]
+    row_M = repeated(rows, count_R)
     turn_of_M = torch.zeros_like(token_M) if batch.turn_T is None else batch.turn_T.index_select(0, token_M)
     if batch.sample_weight_B is not None and batch.traj_B is not None:
         order = torch.from_numpy(np.lexsort((turn_of_M.numpy(), batch.traj_B[row_M].numpy())))  # stable

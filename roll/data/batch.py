@@ -28,6 +28,15 @@ from roll.data.columns import UNKNOWN, Column, Item, columns_of, is_per_token, s
 Columns = TypeVar("Columns")
 
 
+def repeated(values: Tensor, counts: Tensor) -> Tensor:
+    """Each value so many times, of tensors [N] in host memory; the result is [sum of counts].
+
+    NumPy does it in one thread. ``torch.repeat_interleave`` wakes all threads of the process for any size, which takes
+    milliseconds where others use the cores.
+    """
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """B ragged sequences as flat tensors on the CPU. Optional fields are ``None`` until the step that computes them."""
@@ -166,12 +175,12 @@ class Batch:
     @property
     def rows_T(self) -> Tensor:
         """int64: the sequence that each token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths_B)
+        return repeated(torch.arange(self.num_sequences), self.lengths_B)
 
     @property
     def positions_T(self) -> Tensor:
         """int64: position of each token within its sequence."""
-        return torch.arange(self.num_tokens) - torch.repeat_interleave(self.offsets_B, self.lengths_B)
+        return torch.arange(self.num_tokens) - repeated(self.offsets_B, self.lengths_B)
 
     def replace(self, **columns: Any) -> Batch:
         """A copy with the given fields exchanged."""
@@ -229,7 +238,7 @@ class Batch:
         lengths = self.lengths_B[rows]
         ends = torch.cumsum(lengths, 0)
         shifts = self.offsets_B[rows] - (ends - lengths)
-        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)
+        return torch.arange(int(lengths.sum())) + repeated(shifts, lengths)
 
     def split(self, num_parts: int, linear: int | None = None, rows: Tensor | None = None) -> list[Tensor]:
         """Row indices of ``num_parts`` parts of nearly equal load (heaviest first onto the lightest part).
