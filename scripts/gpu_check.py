@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INTERRUPTED_SECONDS = 12.0
 """That a step has to show its results after it is interrupted, before it is killed."""
 LARGEST_FILE = 16 << 20
-"""Bytes of what is kept of a run."""
+"""In bytes, of what is kept of a run."""
 LEAST_SECONDS = 10.0
 """With less time left no step begins."""
 OPTIONAL = {
@@ -83,7 +83,12 @@ def tests(name: str, shows: str, seconds: float, *arguments: str, needs: Sequenc
 
 
 def run_of(name: str, shows: str, seconds: float, on_gpu: Sequence[str], small: Sequence[str]) -> Step:
-    """Some steps of a pipeline, by its start script: settings of a GPU, and of a rehearsal."""
+    """Some steps of a demonstration, whose name begins with its pipeline's.
+
+    Args:
+        on_gpu: its settings on one GPU.
+        small: its settings in a rehearsal.
+    """
     pipeline = name.partition("_")[0]
     command = (
         *("{python}", f"examples/start_{pipeline}_pipeline.py", "--config_name", name),
@@ -156,7 +161,7 @@ STEPS = (
     ),
     tests("all_tests", "every test for GPUs", 900, "tests/gpu", "tests/integration/test_colocation.py", needs=("ray",)),
 )
-"""In their order. In 9 minutes the first half fits, in 30 all."""
+"""In their order."""
 
 
 def look() -> dict[str, Any]:
@@ -283,12 +288,12 @@ class Check:
         self.note(step.name, step.shows, result, time.monotonic() - start, why)
 
     def keep_runs(self) -> None:
-        """What is small of a run's folder: its summary, metrics, log and profile."""
+        """Takes what is small of a run's folder: its summary, metrics, timeline and profile."""
         for folder in self.scratch.glob("output/*"):
-            for path in (*folder.glob("*.json*"), *folder.glob("*.log"), *folder.glob("profile/*")):
+            for path in (*folder.glob("*.json*"), *folder.glob("profile/*")):
                 if path.is_file() and path.stat().st_size < LARGEST_FILE:
                     (self.out / folder.name).mkdir(exist_ok=True)
-                    shutil.copy(path, self.out / folder.name / path.name)
+                    shutil.move(path, self.out / folder.name / path.name)
 
     def write(self) -> None:
         figures: dict[str, Any] = {}

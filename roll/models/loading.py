@@ -49,7 +49,10 @@ class UnmadeModelError(ValueError):
 
 
 def exact_float32() -> None:
-    """Convolutions in float32 keep all their digits on a GPU: unless told so, cuDNN rounds to TF32 (10 bits)."""
+    """Keeps float32 convolutions in float32, in the whole process.
+
+    By default PyTorch lets cuDNN round their inputs on a GPU to TF32 (10 bits of 23), but not those of matrix products.
+    """
     torch.backends.cudnn.allow_tf32 = False
 
 

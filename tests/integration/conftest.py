@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from roll.report.live import watch
+from roll.report.parting import MEASURED
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "examples" / "start_agentic_pipeline.py"
@@ -327,7 +328,7 @@ Replay = Callable[..., tuple[str, dict[str, float]]]
 
 
 @pytest.fixture
-def replay(ray_cluster: "RayCluster", tmp_path: Path) -> Replay:
+def replay(ray_cluster: RayCluster, tmp_path: Path) -> Replay:
     """``roll replay`` of a step of a run, with changes: what it prints, and the metrics of the step."""
 
     def start(run: Run, step: int, *words: str) -> tuple[str, dict[str, float]]:
@@ -338,3 +339,20 @@ def replay(ray_cluster: "RayCluster", tmp_path: Path) -> Replay:
         return done.stdout, Run(run.path.with_name(f"run_replay_{step}"), run.faults, run.process).metrics[step]
 
     return start
+
+
+def assert_taken_again(replay: Replay, run: Run, step: int, area: str, role: str = "actor") -> None:
+    """A step of a run on a dataset, saved after the second, is the recorded one to the bit; a change shows.
+
+    Args:
+        area: start of the names of the pipeline's metrics.
+        role: the same of what is trained.
+    """
+    said, again = replay(run, step)
+    names = [name for name in again if not name.startswith(MEASURED)]
+    assert {f"{area}/loss", f"{role}/grad_norm"} <= set(names)
+    assert {name: again[name] for name in names} == {name: run.metrics[step][name] for name in names}
+    assert f"all {len(names)} are equal to the bit" in said and "checkpoint-2" in said
+    said, other = replay(run, 1, "actor_train.training_args.weight_decay=0.5")
+    assert "replayed from the beginning" in said and "weight_decay" in said
+    assert other[f"{area}/loss"] == run.metrics[1][f"{area}/loss"]

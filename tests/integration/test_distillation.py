@@ -9,7 +9,16 @@ from torch import Tensor
 
 from roll.pipeline.rollouts import read_rollouts
 from roll.rollout.rows import groups_to_batch
-from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, packed, rows, write
+from tests.integration.conftest import (
+    TWO_RANKS,
+    Offline,
+    Run,
+    assert_as_expected,
+    assert_taken_again,
+    packed,
+    rows,
+    write,
+)
 from tests.support.foreign import save_foreign_model
 from tests.support.imitation import Imitator, learnt, row, talk
 from tests.support.resuming import stop_and_resume
@@ -260,3 +269,8 @@ def test_a_teacher_with_another_tokenizer(rlvr, model, tmp_path):
     run = rlvr(*aligned, *served, output="other").ended()
     assert run.metrics[1]["teacher/aligned"] > 0.3 and run.metrics[1]["teacher/reverse_kl"] > 0.1
     assert run.metrics[1]["actor/advantage_mean"] == pytest.approx(-run.metrics[1]["teacher/reverse_kl"], rel=1e-5)
+
+
+@pytest.mark.slow  # a run and its replay
+def test_a_step_is_taken_again_from_the_data_to_the_bit(distill, replay):
+    assert_taken_again(replay, distill("save_steps=2").ended(), 3, "distill")

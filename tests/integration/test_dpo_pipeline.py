@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.report.parting import MEASURED
-from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, packed
+from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, assert_taken_again, packed
 from tests.support.imitation import Imitator, Talk, learnt
 from tests.support.resuming import stop_and_resume
 
@@ -140,12 +139,4 @@ def test_an_adapter_and_answers_without_pairs(dpo, tmp_path):
 
 @pytest.mark.slow  # a run and its replay
 def test_a_step_is_taken_again_from_the_data_to_the_bit(dpo, replay):
-    run = dpo("save_steps=2").ended()
-    said, again = replay(run, 3)
-    names = [name for name in again if not name.startswith(MEASURED)]
-    assert {"dpo/loss", "actor/grad_norm"} <= set(names)
-    assert {name: again[name] for name in names} == {name: run.metrics[3][name] for name in names}
-    assert f"all {len(names)} are equal to the bit" in said and "checkpoint-2" in said
-    said, other = replay(run, 1, "actor_train.training_args.weight_decay=0.5")
-    assert "replayed from the beginning" in said and "weight_decay" in said
-    assert other["dpo/loss"] == run.metrics[1]["dpo/loss"]
+    assert_taken_again(replay, dpo("save_steps=2").ended(), 3, "dpo")

@@ -27,7 +27,8 @@ pytest.importorskip("deepspeed", reason="the package deepspeed is not installed"
 
 FAMILIES: dict[str, dict[str, Any]] = {"hyperclovax": {}, "minicpm3": {}, "roberta": {"is_decoder": True}}
 """With a factor behind the output layer, one before it, and layers before it that have weights."""
-TRAINED = [("fsdp2_train", family) for family in FAMILIES] + [("deepspeed_train", "hyperclovax")]
+TRAINED = [*(("fsdp2_train", family) for family in FAMILIES), ("deepspeed_train", "hyperclovax")]
+"""Engines and families whose steps are compared with float64."""
 ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2_train": {},
     "deepspeed_train": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},

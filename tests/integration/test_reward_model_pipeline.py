@@ -12,7 +12,7 @@ from roll.__main__ import main
 from roll.rewards.classifiers import RewardModelConfig
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import Sample
-from tests.integration.conftest import TWO_RANKS, Offline, Run, packed
+from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_taken_again, packed
 from tests.support.resuming import stop_and_resume
 
 Rm = Callable[..., Run]
@@ -122,3 +122,8 @@ def test_scores_and_steps_are_learnt_too(rm):
     assert 0 <= process.metrics[8]["eval/calibration_error"] < 0.5
     right, wrong = scores(regression.checkpoint(8) / "actor_train", [RIGHT, WRONG])
     assert right > wrong
+
+
+@pytest.mark.slow  # a run and its replay
+def test_a_step_is_taken_again_from_the_data_to_the_bit(rm, replay):
+    assert_taken_again(replay, rm("save_steps=2").ended(), 3, "rm", "reward_model")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.report.parting import MEASURED
-from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, packed
+from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_as_expected, assert_taken_again, packed
 from tests.support.imitation import Imitator, learnt, row, talk
 from tests.support.resuming import stop_and_resume
 
@@ -109,12 +108,4 @@ def test_without_a_generator_it_trains_and_wrong_rows_are_told_before_ray_starts
 
 @pytest.mark.slow  # a run and its replay
 def test_a_step_is_taken_again_from_the_data_to_the_bit(sft, replay):
-    run = sft("save_steps=2").ended()
-    said, again = replay(run, 4)
-    names = [name for name in again if not name.startswith(MEASURED)]
-    assert {"sft/loss", "actor/grad_norm"} <= set(names)
-    assert {name: again[name] for name in names} == {name: run.metrics[4][name] for name in names}
-    assert f"all {len(names)} are equal to the bit" in said and "checkpoint-2" in said
-    said, other = replay(run, 1, "actor_train.training_args.weight_decay=0.5")
-    assert "replayed from the beginning" in said and "weight_decay" in said
-    assert other["sft/loss"] == run.metrics[1]["sft/loss"]
+    assert_taken_again(replay, sft("save_steps=2").ended(), 4, "sft")

@@ -8,6 +8,7 @@ recorded one to the bit.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ _PLAYED: tuple[str, ...] = ("custom_envs", "train_env_manager", "val_", "rewards
 _PLAYED += ("tools", "agent")
 _PLAYED += ("user", "judge", "async_", "rollout_window", "partial_rollout", "max_filtered_batches", "replay_schedule")
 """Beginnings of keys that decide what is played and how it is judged."""
+
+_NOBODY_ANSWERS: dict[str, Any] = {"validation": None, "actor_infer": None, "rewards": {}}
+"""Keys of a run on a dataset, where only evaluations generate."""
 
 
 @dataclass(frozen=True)
@@ -102,21 +106,26 @@ def _plan(job: Job, words: Sequence[str]) -> _Plan:
 
     Raises:
         ConfigErrors: a wrong configuration, or a change that a replay cannot follow.
-        ValueError: something on disk is missing.
+        ValueError: something on disk is missing, or an argument means nothing for this run.
     """
     values = configuration(job.run)
     schema = schema_of(values)
     if schema is None:
         raise ValueError(f"{job.run}: got a configuration of no pipeline, expected a run's")
+    offline = issubclass(schema, OfflineConfig)
+    if offline and job.rollouts is not None:
+        raise ValueError(f"--rollouts {job.rollouts}: expected none, as {job.run} learns from a dataset")
     steps = [step for step in _by_step(job.run) if step > 0]
     if job.step not in steps:
         found = f"the steps {steps[0]} to {steps[-1]}" if steps else "no step"
         raise ValueError(f"--step {job.step}: {job.run} has recorded {found}")
     saved = (values.get("checkpoint_config") or {}).get("output_dir") or job.run / "checkpoints"
     checkpoint = Checkpointer(saved).before(job.step)
-    fixed = _fixed(job, checkpoint, offline=issubclass(schema, OfflineConfig))
-    fixed = {key: value for key, value in fixed.items() if key in schema.model_fields}
-    taken = [key for key in fixed if any(word.partition("=")[0] == key for word in words)]
+    fixed = {key: value for key, value in _fixed(job, checkpoint).items() if key in schema.model_fields}
+    if offline:
+        fixed |= _NOBODY_ANSWERS
+    changed = {re.split("[.=]", word)[0] for word in words}
+    taken = [key for key in fixed if key in changed]
     if taken:
         raise ValueError(f"{', '.join(taken)}: a replay sets this itself")
     fixed_words = [f"{key}={json.dumps(value)}" for key, value in fixed.items()]
@@ -124,19 +133,22 @@ def _plan(job: Job, words: Sequence[str]) -> _Plan:
     config, program = read_config("config", job.run, [*fixed_words, *words])
     assert isinstance(before, RLConfig | OfflineConfig) and isinstance(config, RLConfig | OfflineConfig), "all are"
     changes = _changes(before, config)
-    rollouts = _rollouts(job, values, checkpoint) if isinstance(config, RLConfig) else None
+    if getattr(config, "teacher_prompt", None) is not None:
+        raise ValueError("teacher_prompt: its prompts are made of the data, which a replay does not read")
+    rollouts = None if offline else _rollouts(job, values.get("rollout_dump_dir"), checkpoint)
     return _Plan(config, program, rollouts, checkpoint, changes)
 
 
-def _rollouts(job: Job, values: Mapping[str, Any], checkpoint: Path | None) -> Path:
+def _rollouts(job: Job, of_run: str | None, checkpoint: Path | None) -> Path:
     """The folder with the rollouts of all steps that are taken.
 
+    Args:
+        of_run: the run's ``rollout_dump_dir``.
+
     Raises:
-        ValueError: some are missing, or are not all that the step was made of.
+        ValueError: there is none, or rollouts of some steps are missing.
     """
-    if values.get("teacher_prompt") is not None:
-        raise ValueError("teacher_prompt: its prompts are made of the data, which a replay does not read")
-    dumped = job.rollouts or values.get("rollout_dump_dir")
+    dumped = job.rollouts or of_run
     if dumped is None:
         raise ValueError(f"{job.run} has kept no rollouts; a run with rollout_dump_dir can be replayed")
     first = 1 if checkpoint is None else Checkpointer.step_of(checkpoint) + 1
@@ -156,15 +168,10 @@ def _rollouts(job: Job, values: Mapping[str, Any], checkpoint: Path | None) -> P
     return rollouts
 
 
-def _fixed(job: Job, checkpoint: Path | None, *, offline: bool) -> dict[str, Any]:
-    """Keys that make a run's configuration that of its replay, which is written beside the run.
-
-    Args:
-        offline: the run learns from a dataset; who answers held-out questions has its place among the devices there.
-    """
+def _fixed(job: Job, checkpoint: Path | None) -> dict[str, Any]:
+    """Keys that make a run's configuration that of its replay, which is written beside the run; of all pipelines."""
     run = job.run.resolve()
-    nobody_answers: dict[str, Any] = {"validation": None, "actor_infer": None, "rewards": {}} if offline else {}
-    return nobody_answers | {
+    return {
         "exp_name": f"{run.name}_replay_{job.step}",
         "output_dir": str(run.parent),
         "resume_from_checkpoint": False if checkpoint is None else str(checkpoint.resolve()),

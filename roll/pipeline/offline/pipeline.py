@@ -271,7 +271,7 @@ def run_offline(
 
     Args:
         check: raises ``ValueError`` where the run could not use what was read.
-        take: what is done with the pipeline; by default, the whole run.
+        take: takes the steps: by default all of the run, with its evaluations and checkpoints.
         needs: what the loss takes from the trained model, but for the comparison with a teacher.
     """
     try:

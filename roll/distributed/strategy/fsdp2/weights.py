@@ -183,7 +183,7 @@ class ReplicatedWeights(Weights):
         self.scorer._apply(partial(to_device, device=device))
 
     def _allocate_gradients(self) -> None:
-        """Makes every ``.grad`` a view of one buffer, unless it is; so a sum over ranks is one call."""
+        """Makes every ``.grad`` a view of one buffer, unless they are: so a sum over ranks is one call."""
         if self._flat_gradient.numel():
             return
         parameters = list(self.trained.values())

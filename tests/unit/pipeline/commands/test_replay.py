@@ -97,7 +97,7 @@ def test_a_run_without_kept_rollouts_or_that_is_none_is_refused(run, tmp_path, c
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "distill", "rm"])
-def test_a_step_on_a_dataset_needs_no_rollouts_and_nobody_who_answers(tmp_path, monkeypatch, name):
+def test_a_step_on_a_dataset_needs_no_rollouts_and_nobody_who_answers(tmp_path, monkeypatch, capsys, name):
     """The pipeline's own start gets the configuration, and what is done with its steps."""
     run, seen = tmp_path / "run", SimpleNamespace()
     words = ["max_steps=4", "pretrain=some/model", *(["teacher_pretrain=some/other"] if name == "distill" else [])]
@@ -120,3 +120,8 @@ def test_a_step_on_a_dataset_needs_no_rollouts_and_nobody_who_answers(tmp_path, 
     assert (seen.config.validation, seen.config.actor_infer, seen.config.max_steps) == (None, None, 4)
     assert seen.config.actor_train.training_args.learning_rate == 0.5
     assert seen.take.keywords == {"last": 3}
+    capsys.readouterr()
+    assert main(["replay", str(run), "--step", "3", "actor_infer.infer_batch_size=2"]) == 2
+    assert "actor_infer: a replay sets this itself" in capsys.readouterr().err
+    assert main(["replay", str(run), "--step", "3", "--rollouts", "kept"]) == 2
+    assert f"--rollouts kept: expected none, as {run} learns from a dataset" in capsys.readouterr().err
