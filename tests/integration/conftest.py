@@ -1,7 +1,8 @@
 """Runs of the real pipeline as a user starts them: a process with a command line, a folder, an exit code.
 
 Runs join one Ray cluster that lives as long as the tests, which saves its start; ``local=True`` lets a run start and
-end its own. Every process of a run carries its ``ROLL_FAULTS`` variable, so one that stays behind is found.
+end its own. Their processes are forks of one that has imported what they need (``tests/support/warm``), but for the
+driver of a local run. Every process of a run carries its ``ROLL_FAULTS`` variable, so one that stays behind is found.
 """
 
 import io
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from roll.report.live import watch
 from roll.report.parting import MEASURED
+from tests.support.warm.start import warm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "examples" / "start_agentic_pipeline.py"
@@ -174,6 +176,7 @@ class RayCluster:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | AUTHENTICATED
+    environment |= warm_environment()
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
@@ -211,7 +214,7 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
     ) -> Run:
         faults = tmp_path / f"faults-{len(runs)}"
         faults.mkdir()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), FAULTS: str(faults), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **warm_environment(scripts=not local), FAULTS: str(faults)}
         environment.pop("RAY_ADDRESS", None)
         if not local:
             environment |= {"RAY_ADDRESS": request.getfixturevalue("ray_cluster").address, **AUTHENTICATED}

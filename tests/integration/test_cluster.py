@@ -18,6 +18,7 @@ from roll.distributed.cluster.hangs import StallWatch, explained
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from tests.support.probes import Meeting, Probe
+from tests.support.warm.start import warm_workers
 
 ROLES = [
     RoleRequest("train", (2, 3, 4, 5), 2),
@@ -34,6 +35,7 @@ def placement() -> Iterator[Placement]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for name, value in full_disk.items():
             patch.setenv(name, value)
+        stack.enter_context(warm_workers())
         stack.enter_context(ray_session(options, {"EVERYWHERE": "1"}))
         placement = create_placement(plan_placement(ROLES, discover_nodes()))
         yield placement

@@ -21,6 +21,7 @@ from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.pipeline.model_cluster import ModelCluster, OffloadManager
 from roll.pipeline.workers import InferWorker, TrainWorker
+from tests.support.warm.start import warm_workers
 
 WEIGHTS, ALL = States.WEIGHTS, States.ALL
 REST = ALL & ~WEIGHTS
@@ -185,7 +186,7 @@ def batch() -> Batch:
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
     """A trainer, a reference and a generator on the same devices."""
     workers = {"actor_train": Trainer, "reference": Trainer, "actor_infer": Generator}
-    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+    with warm_workers(), ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
         requests = [RoleRequest(name, (0,)) for name in workers]
         placement = create_placement(plan_placement(requests, discover_nodes()))
         started = {}

@@ -100,7 +100,7 @@ def assert_same_end(run: Run, whole: Run) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_run_that_is_stopped_and_loses_workers_ends_where_an_undisturbed_one_does(launch, model):
-    whole = launch(*FULL, "num_renders=1", "track_with=[stdout]", "system_envs.API_TOKEN=hunter2", local=True)
+    whole = launch(*FULL, "num_renders=1", "track_with=[stdout]", "system_envs.API_TOKEN=hunter2")
     first = launch(*FULL, output="disturbed", local=True, orders=("hold-train_env_manager-group-3",))
 
     # Ctrl-C in the rollout of step 2, to the whole process group as a terminal does.

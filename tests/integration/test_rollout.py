@@ -31,6 +31,7 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup
 from tests.support.steps import usual_step
+from tests.support.warm.start import warm_workers
 
 BOARD = {"min_solution": 1, "max_solution": 4, "num_walls": 4, "max_steps": 4}
 
@@ -109,7 +110,7 @@ def context(tmp_path_factory: pytest.TempPathFactory, orders: Path) -> EnvWorker
 @pytest.fixture(scope="module")
 def clusters(context: EnvWorkerContext) -> Iterator[tuple[Cluster, Cluster]]:
     requests = [RoleRequest("envs", None, world_size=1), RoleRequest("infer", None, world_size=1)]
-    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+    with warm_workers(), ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
         placement = create_placement(plan_placement(requests, discover_nodes()))
         threads = {"OMP_NUM_THREADS": "1"}
         envs = Cluster("envs", EnvironmentWorker, placement, system_envs=threads)

@@ -31,6 +31,7 @@ from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.workers import InferWorker, TrainWorker
+from tests.support.warm.start import warm_workers
 
 BUCKET_BYTES = 100_000
 PROMPT = np.arange(5, 45, dtype=np.int64)
@@ -110,7 +111,7 @@ def context(model: Path, role: str, strategy: str) -> StrategyContext:
 @pytest.fixture(scope="module")
 def clusters(model: Path) -> Iterator[tuple[Cluster, Cluster]]:
     requests = [RoleRequest("actor_train", None, world_size=2), RoleRequest("actor_infer", None, world_size=2)]
-    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+    with warm_workers(), ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
         placement = create_placement(plan_placement(requests, discover_nodes()))
         threads = {"OMP_NUM_THREADS": "1"}
         trainer = Cluster("actor_train", Trainer, placement, system_envs=threads, rpc_timeout=120.0)

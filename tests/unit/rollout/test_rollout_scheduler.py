@@ -23,6 +23,7 @@ from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup
 from roll.rollout.workers import GroupWorker
+from tests.support.warm.start import warm_workers
 from tests.unit.rollout.conftest import wait_until
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
@@ -73,7 +74,7 @@ class ScriptedPlayer(GroupWorker):
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = str(tmp_path_factory.mktemp("orders"))
-    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+    with warm_workers(), ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
         placement = create_placement(plan_placement([RoleRequest("envs", None, world_size=2)], discover_nodes()))
         cluster = Cluster("envs", ScriptedPlayer, placement, init_kwargs={"folder": folder})
         cluster.start()

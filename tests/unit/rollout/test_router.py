@@ -21,6 +21,7 @@ from roll.pipeline.workers import InferWorker
 from roll.rewards.types import RewardError, RewardResult, Sample, Verifier
 from roll.rollout.reward_worker import RewardWorker, WorkerClient
 from roll.rollout.router import EngineUnavailableError, GenerationClient, GenerationError, own_order
+from tests.support.warm.start import warm_workers
 
 SAY, WAIT, FAIL, FAIL_ODDLY = range(4)
 """First token of a prompt: what the engine does with it."""
@@ -107,7 +108,7 @@ class CountingWorker(InferWorker):
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with ray_session({"num_cpus": 4, "object_store_memory": 2**27}):
+    with warm_workers(), ray_session({"num_cpus": 4, "object_store_memory": 2**27}):
         yield
 
 
