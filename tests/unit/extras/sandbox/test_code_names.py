@@ -38,9 +38,11 @@ def scores(cases, **args):
 # --- functions named as Python's
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", [BUILT_INS, OF_MODULES], ids=["built-ins", "modules"])
-def test_a_row_may_ask_for_a_function_of_a_name_that_python_has(names):
-    rows = {name: [f"assert {name}(10, 15) == 25", f"assert {name}(100, 150) == 250"] for name in names.split()}
+def test_a_row_may_ask_for_a_function_of_a_name_that_python_has(names, every):
+    asked = names.split()[::every]
+    rows = {name: [f"assert {name}(10, 15) == 25", f"assert {name}(100, 150) == 250"] for name in asked}
     right = scores([(tests, add_as(name)) for name, tests in rows.items()])
     assert dict(zip(rows, right, strict=True)) == dict.fromkeys(rows, 1.0)
     nothing = scores([(tests, "pass") for tests in rows.values()])
@@ -338,7 +340,7 @@ SNEAKY = {
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[] if number < 2 else pytest.mark.slow) for number, row in enumerate(ROWS)]
+    "row", [pytest.param(row, marks=pytest.mark.slow if number else []) for number, row in enumerate(ROWS)]
 )
 def test_sneaky_programs_earn_nothing(row):
     seen = scores([(ROWS[row], program) for program in SNEAKY.values()], limits={"wall_seconds": 1})
