@@ -74,7 +74,8 @@ def areas(metrics: Metrics) -> list[dict[str, Any]]:
         steady = {name for name, points in series.items() if len({value for _, value in points}) == 1}
         charts = [_chart(metrics, name, points) for name, points in series.items() if name not in steady]
         constant = [f"{name} {series[name][0][1]:.4g}" for name in series if name in steady]
-        found.append({"name": area, "open": area in _OPEN, "charts": charts, "constant": ", ".join(constant)})
+        if series:
+            found.append({"name": area, "open": area in _OPEN, "charts": charts, "constant": ", ".join(constant)})
     return found
 
 

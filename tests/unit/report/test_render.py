@@ -33,6 +33,7 @@ from roll.report.render import (
 )
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 from roll.tracking.files import to_json
+from tests.support.browser import CHROMIUM, LAPTOP, PHONE, browser
 
 SOKOBAN = "####\n#PX#\n#_O#\n####"
 HOSTILE = "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\x00\x1b[31m</title>"
@@ -427,6 +428,22 @@ def test_the_page_needs_nothing_from_outside_escapes_everything_and_stays_small(
     for drawn in re.findall(r"<svg.*?</svg>", text):
         ElementTree.fromstring(drawn)
     assert main(["report", str(tmp_path / "none")]) == 2 and "expected a run's folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_has_nothing_to_say_of_the_page_and_shows_what_a_tapped_token_was_trained_for(tmp_path):
+    page = render_index(a_run(tmp_path / "run", words=HOSTILE), schema=RLVRConfig)
+    with browser(tmp_path / "profile") as window:
+        for size in (LAPTOP, PHONE):
+            for dark in (False, True):
+                seen = window.look(page, size, dark=dark)
+                assert seen.messages == [] and seen.overflow == 0
+        token = "document.querySelector('span[tabindex]')"
+        window.value(f"{token}.focus()")
+        shown = window.value(f"getComputedStyle({token}, '::after').content")
+        assert "log-prob -0.5, of the trainer -0.25, advantage +1.5, ratio 1.28" in shown and "likelier" in shown
+        assert window.value(f"getComputedStyle({token}, '::after').position") == "fixed"
+        assert window.value("document.scripts.length + document.querySelectorAll('img').length") == 0
 
 
 def test_settings_are_compared_with_the_defaults_of_their_sections():
