@@ -54,7 +54,7 @@ DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "code": ("code", ("codecontests", "apps", "codeforces", "taco")),
 }
 """The data sources that verl scores by itself: our verifier, and their names in the data."""
-_GEO3K: dict[str, Any] = {
+GEO3K: dict[str, Any] = {
     "tag_included": ["hiyouga/geometry3k"],
     "verifiers": [
         {"name": "math", "weight": 0.9},
@@ -120,6 +120,9 @@ def drop_unread_of_roles(draft: Draft) -> None:
             if key in section:
                 draft.drop_ours(f"{role}.{key}", f"{role} does not read it")
         key = f"{role}.model_args.freeze_module_prefix"
+        for phase in ("train", "infer"):
+            if not draft.get(switch := f"{role}.use_dynamic_batching_in_{phase}"):
+                draft.drop_ours(f"{role}.max_tokens_per_microbatch_in_{phase}", f"without {switch}: true")
         if (role not in TRAINED or not draft.get(key)) and draft.get(key, NOTHING) is not NOTHING:
             draft.drop_ours(key, "nothing is frozen" if role in TRAINED else f"{role} trains nothing")
 
@@ -277,7 +280,7 @@ def public_domains(draft: Draft, key: str) -> None:
     files = [draft.get(f"{section}.data_args.file_name") for section in ("actor_train", "validation")]
     names = str(files).lower()
     if "geo3k" in names or "geometry3k" in names:
-        draft.derive(key, "rewards.geo3k", _GEO3K, "the data sources that it scores by itself")
+        draft.derive(key, "rewards.geo3k", GEO3K, "the data sources that it scores by itself")
         return
     for domain in [name for name in DOMAINS if name in names] or DOMAINS:
         verifier, tags = DOMAINS[domain]

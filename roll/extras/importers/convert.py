@@ -20,14 +20,14 @@ from roll.configs.engines import card_of
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, show
-from roll.configs.rules import Rule
+from roll.configs.rules import TRAINED, Rule
 from roll.configs.schema import element_of, locate, section_of, type_text
 from roll.configs.worker import StrategyArguments
 from roll.extras.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
 from roll.extras.importers.common import drop_nulls, leaves
 from roll.extras.importers.draft import Draft, Kind, Outcome, value_at
 from roll.extras.importers.reading import Given, UnreadableError, read
-from roll.extras.importers.recognise import is_translated, pictures_in, variant_of
+from roll.extras.importers.recognise import is_translated, media_in, variant_of
 from roll.extras.importers.roll_offline import read_students
 
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -306,7 +306,8 @@ def convert(
     draft.ours.setdefault("exp_name", name)
     header = f"Imported from {SYSTEMS[system]}: {' '.join(file.name for file in files)}"
     values, text = _written(draft, schema, header)
-    found = problems_of(text, schema, rules := (checks or {}).get(schema, ()))
+    rules = [*(checks or {}).get(schema, ()), *([_check_engines_see] if media_in(draft) else [])]
+    found = problems_of(text, schema, rules)
     if _leave_out(draft, found):
         values, text = _written(draft, schema, header)
         found = problems_of(text, schema, rules)
@@ -403,16 +404,23 @@ _NO_MEDIA = (
 
 
 def _refuse_pictures(draft: Draft) -> None:
-    """Says of each key that asks for video, sound or pictures that are not there here, in place of all else.
-
-    A default that is written out asks for nothing.
-    """
-    asking = {key: value for key, value in pictures_in(draft.given.values) if not draft.is_usual(key, value)}
+    """Says of each key that asks for video, sound or pictures that are not there here, in place of all else."""
+    asking = media_in(draft)
     if draft.system in _WITH_PICTURES:
         asking = {key: value for key, value in asking.items() if not is_translated(key, value)}
     draft.outcomes = [each for each in draft.outcomes if each.key not in asking or each.ours]
     for key, value in asking.items():
         draft.tell(Kind.IMPOSSIBLE, key, value, note=_NO_MEDIA)
+
+
+def _check_engines_see(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Every role's engine is given pictures; a run asks only once the model's files are there."""
+    for role, worker in config.roles.items():
+        card, name = worker.strategy_args.card, worker.strategy_args.strategy_name
+        if card is not None and (why := card.no_pictures(worker)):
+            other = "vllm" if role == "actor_infer" else "fsdp2_train" if role in TRAINED else "fsdp2_infer"
+            expected = f"a strategy that takes pictures, such as {other} ({name} {why})"
+            yield ConfigProblem(f"{role}.strategy_args.strategy_name", name, expected)
 
 
 def _takes_null(schema: type[PipelineConfig], key: str) -> bool:

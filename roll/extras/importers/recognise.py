@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from roll.extras.importers import SYSTEMS
+
+if TYPE_CHECKING:
+    from roll.extras.importers.draft import Draft
 
 _SECTIONS = {
     "actor_rollout_ref": "verl",
@@ -118,3 +121,8 @@ def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         last = " ".join("/".join(text.split("/")[-2:]) for text in texts).lower()
         if any(named.search(name) and said.search(last) for named, said in _SIGNS):
             yield key, value
+
+
+def media_in(draft: Draft) -> dict[str, Any]:
+    """The keys of a configuration that ask for pictures, video or sound; a default that is written out does not."""
+    return {key: value for key, value in pictures_in(draft.given.values) if not draft.is_usual(key, value)}

@@ -15,6 +15,7 @@ from roll.configs.rules import TRAINED
 from roll.configs.schema import ROLES
 from roll.configs.worker import parse_device_mapping
 from roll.extras.importers.common import (
+    GEO3K,
     devices_of,
     drop_unread,
     parallel_sizes,
@@ -24,11 +25,13 @@ from roll.extras.importers.common import (
     to_do,
 )
 from roll.extras.importers.draft import Draft, Kind, value_at
+from roll.extras.importers.recognise import media_in
 from roll.extras.importers.roll_offline import (
     is_distillation,
     offline_schema,
     set_distillation,
     set_offline,
+    set_picture_bounds,
     set_teacher,
     set_teachers,
 )
@@ -440,6 +443,7 @@ _VERIFIERS: dict[str, str] = {
     "CrossThinkQARuleRewardWorker": "multiple_choice",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
     "DetectionRewardWorker": "boxes",
+    "Geo3kRewardWorker": "math",
     "LLMJudgeRewardWorker": "judge",
 }
 """Verifiers by the name of the worker class whose place they take."""
@@ -568,9 +572,17 @@ def _roles(draft: Draft) -> None:
         set_model_kwargs(draft, role)
         if role == "actor_infer":
             drop_adapter(draft)
+        if names := draft.get(frozen := f"{role}.model_args.freeze_module_prefix"):
+            own = ",".join(_TOWER.sub("model.visual", name.strip()) for name in str(names).split(","))
+            if own != names:
+                draft.derive(frozen, frozen, own, "the name of the tower in a checkpoint")
         if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
             draft.set(f"{role}.model_args.dtype", "bf16")
             draft.retell(f"{role}.model_args.dtype", Kind.IMPOSSIBLE, "nothing is trained in fp16: bf16 is taken")
+
+
+_TOWER = re.compile(r"^(?:model\.)?(?:vision_model|visual)(?=\.|$)")
+"""The vision tower, as ROLL's Megatron models and older checkpoints call it."""
 
 
 def _is_template(template: Any) -> bool:
@@ -597,13 +609,17 @@ def _data(draft: Draft, agentic: bool) -> None:
             draft.drop_ours(f"actor_train.data_args.{key}", "the environments are the data")
         return
     data = "actor_train.data_args"
-    if draft.get(f"{data}.file_name") and not draft.get(f"{data}.messages") and not draft.get(f"{data}.prompt"):
+    seen = bool(draft.get(f"{data}.file_name") and media_in(draft))
+    if seen:
+        _picture_columns(draft, data)
+    elif draft.get(f"{data}.file_name") and not draft.get(f"{data}.messages") and not draft.get(f"{data}.prompt"):
         draft.derive(f"{data}.messages", f"{data}.messages", "messages", "the column that ROLL looks for first")
     if draft.get(f"{data}.messages") and draft.get(f"{data}.prompt"):
         draft.drop_ours(f"{data}.prompt", "messages is read")
-    if draft.get(f"{data}.file_name"):
+    if draft.get(f"{data}.file_name") and not seen:
         column = draft.theirs(f"{data}.response") or "ground_truth"
         draft.derive(f"{data}.response", f"{data}.response", column, "the column that rewards compare with")
+    if draft.get(f"{data}.file_name"):
         draft.derive("prompt_length", f"{data}.prompt_overflow", "drop", "a prompt that is too long is left out")
     shares = draft.get(f"{data}.domain_interleave_probs")
     if isinstance(shares, dict):
@@ -611,6 +627,23 @@ def _data(draft: Draft, agentic: bool) -> None:
         total = 1.0 if abs(total - 1) < 1e-6 else total
         known = {name: float(share) / total for name, share in shares.items() if float(share) > 0}
         draft.set(f"{data}.domain_interleave_probs", known)
+
+
+def _picture_columns(draft: Draft, data: str) -> None:
+    """What ROLL's pipelines for pictures read of a row, whatever the keys say; that for mathematics has no domains."""
+    if draft.has(f"{data}.domain_interleave_probs"):
+        own, most = {"messages": "prompt", "response": "reward_model.ground_truth", "tag": "data_source"}, 4096
+        draft.forget(f"{data}.prompt")
+    else:
+        given = [draft.theirs(f"{data}.{key}") for key in ("prompt", "response")]
+        own, most = {"prompt": given[0] or "problem", "response": given[1] or "solution", "image": "image"}, 768
+        tags = [tag for domain in draft.theirs("rewards", {}).values() for tag in domain.get("tag_included") or ()]
+        own["default_tag"] = next(iter([*tags, *draft.theirs("rewards", {})]), "math")
+        draft.forget(f"{data}.messages")
+    for key, column in own.items():
+        if draft.get(f"{data}.{key}") != column:
+            draft.derive(f"{data}.{key}", f"{data}.{key}", column, "what ROLL reads of rows with pictures")
+    set_picture_bounds(draft, most)
 
 
 def _validation(draft: Draft) -> None:
@@ -710,6 +743,7 @@ def _reward(draft: Draft, name: str) -> None:
         draft.tell(Kind.IMPOSSIBLE, f"{base}.worker_cls", worker or None, note=note)
         verifier = "custom"
     entry: dict[str, Any] = {"name": verifier}
+    verifiers = [entry]
     if verifier == "custom":
         entry["args"] = {"path": f"{_snake(worker.rpartition('.')[2] or name)}.py:score"}
     if verifier == "judge":
@@ -718,9 +752,10 @@ def _reward(draft: Draft, name: str) -> None:
         entry["args"] = {"tests_key": "test_cases"}
         if domain.get("code_url") and domain.get("use_local") is False:
             entry["args"]["remote"] = {"url": domain["code_url"]}
-    verifiers = [entry]
+    if worker.endswith("Geo3kRewardWorker"):
+        verifiers = GEO3K["verifiers"]
     if domain.get("format_pattern"):
-        verifiers.append({"name": "format", "args": {"pattern": domain["format_pattern"]}})
+        verifiers = [*verifiers, {"name": "format", "args": {"pattern": domain["format_pattern"]}}]
     if coefficient := domain.get("response_length_penalty_coef"):
         key = f"{base}.response_length_penalty_coef"
         if worker.endswith("CrossThinkQARuleRewardWorker"):

@@ -12,6 +12,7 @@ from roll.configs.worker import WorkerConfig
 from roll.extras.importers.common import drop_unread, drop_unread_of_roles, tidy_engines, to_do
 from roll.extras.importers.draft import Draft, Kind
 from roll.extras.importers.reading import Given
+from roll.extras.importers.recognise import media_in
 
 _PREFERENCES = ("chosen_key", "rejected_key", "ipo")
 _SUPERVISED = ("sft_train", "prompt_key", "response_key")
@@ -181,6 +182,22 @@ def set_teachers(draft: Draft, take_role: Callable[[Draft], None]) -> None:
             draft.derive("teachers", f"teachers.{name}.{key}", value)
 
 
+def set_picture_bounds(draft: Draft, most: int) -> None:
+    """ROLL's own bounds of pictures, where the files do not say; those of held-out prompts follow.
+
+    Args:
+        most: pixels of a side of the largest square.
+    """
+    note = "set by that pipeline of ROLL" if most < 1024 else "ROLL's default; releases without the key: 1024 × 1024"
+    held_out = draft.theirs("validation.data_args.file_name")
+    for name, pixels in (("image_max_pixels", most * most), ("image_min_pixels", 56 * 56)):
+        key = f"actor_train.data_args.{name}"
+        if draft.theirs(key) is None:
+            draft.derive(key, key, pixels, note)
+        elif held_out and draft.theirs(f"validation.data_args.{name}") is None:
+            draft.given.notes.append(f"{name} holds for held-out pictures too; there these have ROLL's default")
+
+
 def set_distillation(draft: Draft) -> None:
     """The keys that ROLL's distillation reads with others, or with defaults of its own."""
     if not draft.has("distill_loss_weight"):
@@ -196,8 +213,21 @@ def set_distillation(draft: Draft) -> None:
         if not draft.get(key):
             name = "question" if key.endswith("prompt") else "answer"
             draft.derive(f"{name}_key", key, name, "ROLL's default")
+    if media_in(draft):
+        _set_pictures(draft)
     set_extent(draft)
     draft.derive("sequence_length", "sample_overflow", "truncate", "a sample that is too long loses its end")
     unread = ("actor_infer", "prompt_length", "response_length")
     for key in [*unread, *(key for key in draft.ours if key not in DistillConfig.model_fields)]:
         draft.drop_ours(key, "a distillation of given answers does not read it")
+
+
+def _set_pictures(draft: Draft) -> None:
+    """Distillation with pictures: its columns and bounds, whatever the keys say."""
+    data = "actor_train.data_args"
+    for key, column in (("prompt", "problem"), ("response", "solution"), ("image", "image")):
+        draft.forget(f"{data}.{key}")
+        draft.derive(f"{data}.{key}", f"{data}.{key}", column, "what ROLL reads of rows with pictures")
+    note = "ROLL asks for the answer in a tag <answer> behind every question: write it into the rows"
+    draft.tell(Kind.TO_DO, f"{data}.prompt", "problem", note=note)
+    set_picture_bounds(draft, 1024)

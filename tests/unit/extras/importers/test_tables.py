@@ -45,7 +45,7 @@ from roll.extras.importers.table import (
     usual,
 )
 from roll.preflight.choices import CHECKS
-from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, UNKNOWN, imported
+from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, ROLL, TO_DO, UNKNOWN, imported
 
 DOCUMENTED = [
     (system, key)
@@ -454,8 +454,8 @@ def test_pictures_are_refused_by_name(system, word):
 def test_pictures_become_keys_of_ours():
     data = "actor_train.data_args"
     words = [f"+{data}.image_max_pixels=4096", f"+{data}.image_folder=/data", "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"]
-    found = imported("roll", *words, lost=set())
-    assert found[f"{data}.image_max_pixels", f"{data}.image_folder"] == (4096, "/data")
+    found = imported("roll", *words)
+    assert found.lost == set() and found[f"{data}.image_max_pixels", f"{data}.image_folder"] == (4096, "/data")
     worker = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
     assert imported("roll", f"rewards.cv.worker_cls={worker}").written["rewards"]["cv"]["verifiers"] == [
         {"name": "boxes"}
@@ -464,6 +464,34 @@ def test_pictures_become_keys_of_ours():
     found = imported("verl", *words)
     assert found.exit_code == 0 and found[f"{data}.image_max_pixels", f"{data}.image"] == (4096, "shots")
     assert [each.weight for each in found["rewards.geo3k.verifiers"]] == [0.9, 0.1]
+
+
+SEEN = "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"
+
+
+def test_rows_with_pictures_have_the_columns_and_bounds_of_rolls_pipelines():
+    data = "actor_train.data_args"
+    found = imported("roll", SEEN, "+actor_train.model_args.freeze_module_prefix=vision_model.blocks,model.lm_head")
+    assert found[f"{data}.messages", f"{data}.response", f"{data}.tag", f"{data}.image"] == (
+        "prompt", "reward_model.ground_truth", "data_source", "images",
+    )  # fmt: skip
+    assert found[f"{data}.image_max_pixels", f"{data}.image_min_pixels"] == (4096**2, 56**2)
+    assert found["actor_train.model_args.freeze_module_prefix"] == "model.visual.blocks,model.lm_head"
+    found = imported("roll", SEEN, f"~{data}.domain_interleave_probs")
+    names = [f"{data}.{key}" for key in ("messages", "prompt", "response", "image", "image_max_pixels")]
+    assert found[tuple(names)] == (None, "problem", "solution", "image", 768**2)
+    found = imported("roll", "student_pretrain=Qwen/Qwen2.5-VL-3B-Instruct", file=ROLL["distill"])
+    assert found[f"{data}.prompt", f"{data}.response", f"{data}.image"] == ("problem", "solution", "image")
+    assert (f"{data}.prompt", TO_DO) in found.kinds
+
+
+def test_an_engine_that_takes_no_pictures_is_named():
+    word = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
+    found = imported("verl", word, "model_engine=megatron", "actor_rollout_ref.rollout.name=sglang")
+    refused = {each.path.partition(".")[0]: each for each in found.result.problems}
+    assert found.exit_code == 1 and refused.keys() >= {"actor_train", "actor_infer"}
+    assert "such as fsdp2_train (megatron_train has not" in refused["actor_train"].expected
+    assert imported("verl", word, lost=set()).exit_code == 0
 
 
 def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_path):
