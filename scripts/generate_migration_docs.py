@@ -56,7 +56,8 @@ The exit code is 1 if a key is impossible or unknown or the result needs an edit
 Files of ROLL and verl that train on pictures are translated, for models of the families Qwen2.5-VL, Qwen3-VL and
 Qwen3.5; ROLL's `DetectionRewardWorker` becomes the verifier `boxes`, and the rows of GEO3K in verl are scored as there
 (0.9 of `math`, 0.1 of the form). Others with pictures, and those with video or sound, recognised by keys, models and
-data sets, are refused. Secrets are not copied. `roll train` with such a file prints the command to run.
+data sets, are refused. A role whose engine takes no pictures here is named, with one that does. Secrets are not
+copied. `roll train` with such a file prints the command to run.
 """
 
 FIGURES = """\
@@ -85,15 +86,41 @@ by hand; 8 differed without a report at first, and these cases are fixed.
 | verl since 0.8 (`verl-project/verl`): scripts of examples and tests | 18 | 17 (94 %) | 10 |
 | ChatLearn's scripts, 4 of them older, with `--set WORLD_SIZE=…` | 33 | 33 (100 %) | 16 of 24 without pictures |
 | MindSpeed RL's configurations, in its checkout | 15 | 15 (100 %) | 15 |
+| ROLL with pictures (Qwen2.5-VL, Qwen3-VL, Qwen3.5), its own and those of three forks | 14 | 4 (29 %) | 4 |
+| the same, with engines that take pictures | 14 | 13 (93 %) | 13 |
+| verl with pictures up to 0.7 | 12 | 8 (67 %) | 6 |
+| verl since 0.8: four with pictures, one with words for Qwen3.5 | 5 | 3 (60 %) | 3 |
+| both, with engines that take pictures | 17 | 17 (100 %) | 14 |
 
 At the first try, before their problems were fixed, 15 of the first 17 files of ROLL validated, 9 of 12 of verl up to
 0.7 and 13 of 18 since.
+
+The files with pictures were measured on 27 November 2026. Megatron and SGLang have not been compared on pictures here,
+and 15 of the 31 files name one of them. The engine is changed with the system's own keys, for verl
+`actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2` (and `model_engine=dp` if the script gives
+`model_engine`) or `actor_rollout_ref.rollout.name=vllm`, for ROLL
+`actor_train.strategy_args.strategy_name=fsdp2_train actor_train.strategy_args.strategy_config=null`, and likewise
+`fsdp2_infer` for `reference`, `student` and `teacher` for distillation. In ROLL the data-parallel size grows with it:
+divide `gradient_accumulation_steps` by as much, unless a step is one batch. At the first try 12 of 14 and 16 of 17 were
+said to be valid, since nothing asked the engines. Nor did the report say that 12 files of ROLL were given columns that
+its pipelines do not read, that 3 name the vision tower as Megatron does, and that 8 had no bound on pictures where ROLL
+has one. A script compared 569 values (samples per prompt and optimizer step, lengths, learning rates, KL, sampling,
+intervals, files, tags, bounds, rewards) with the sources: one differs, the step of `qwen3-vl-8B-geo3k` with
+`fsdp2_train`, whose `gradient_accumulation_steps` was left as it is.
 
 What remains, and why:
 
 | file | what | why |
 |---|---|---|
 | ROLL `agentic … atropos`, a fork's WebShop | not valid | these environments exist only in those repositories |
+| ROLL with pictures under Megatron or SGLang: 9 of 14 | not valid | not compared on pictures here: see above |
+| ROLL, a fork's `geo3k_multi_turn` | not valid | an environment of that fork |
+| verl with pictures under Megatron or SGLang: 5 of 17 | not valid | likewise |
+| verl `qwen2_5_vl-7b-trtllm` | not valid | no TensorRT-LLM here |
+| verl `glm41v_9b` | not whole | its family is not trained on pictures here |
+| verl `geo3k+chartqa` | not whole | `data.sampling_ratios`, a key of its branch |
+| verl `qwen2_5_vl-7b_chartqa`, `geo3k+chartqa` | rewards to add | the script does not say what scores ChartQA's rows |
+| verl `qwen3_vl-30b-megatron`, `qwen3_vl-8b-fsdp2_npu` | cut short | a line ends the command there too; it is noted |
 | ROLL, the fragment for TOPR in its documentation | not valid | `gae` without a critic: not a complete file |
 | ROLL, a fork's adaptive `gae` | not whole | seven keys of that fork |
 | verl `sft/…muon` under Megatron | not valid | Muon is an optimizer of `fsdp2_train` here |
@@ -106,10 +133,14 @@ What remains, and why:
 | verl `grpo_32b`, `sft_fsdp`, `sft_peft` | needs `--set` | a branch, or an argument of the script |
 
 Stored versions: ROLL `ed961163`, `0720e284`, `948c7b8d`, `4df34f17`, `45d3a306`, `9c2ae46d`, `5edcd1b0`, `1537854b`,
-its forks `pranay-fleet/roll-fleet` `72347eda`, `kelly159951` `7b97eef8` and `291b4cf7`, `xiyang-aads-lilly`
+`f9b51931`, `044104da`, its forks `pranay-fleet/roll-fleet` `72347eda`, `lostgreen/ROLL_3D` `d257ba61`,
+`jingyushen` `581046ab`, `taoluo` `6ebd67bf`, `kelly159951` `7b97eef8` and `291b4cf7`, `xiyang-aads-lilly`
 `59950735`, `breaddaerb` `cec5234a`; verl up to 0.7 `03aefba4`, `03150d4f`, `541ec96d`, `144f58a5`, `0061a224`,
-`3a7b795e`, `83e82cdd`, `70a1859b`, `12095cde`, `a8a32e92`; since 0.8 `08aef7ff`, `4eed7063`, `2741f279`, `7804ce3a`,
-`50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`, `d2c0bd69`, `712d9462`.
+`3a7b795e`, `83e82cdd`, `70a1859b`, `12095cde`, `a8a32e92`, `04977608`,
+`87f508ea`, `0315b053`, `6e40f764`, `04ddc278`, `6e7fdc2e`, `b30a4922`, `3f388066`, `4f9c926d`, `33b50e7a`, `3beb6ec5`;
+since 0.8 `08aef7ff`, `4eed7063`, `2741f279`, `7804ce3a`,
+`50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`, `d2c0bd69`, `712d9462`,
+`1f4a45bc`, `1f4886af`, `835a33df`.
 
 For ten runs each of ROLL and verl, `tests/unit/extras/importers` compares the contents of a step (sequences and tokens
 per optimizer step, learning rates at steps 0, 10, 100 and last, KL, bounds, averages, sampling, lengths, layout,

@@ -177,13 +177,15 @@ class Bash:
     def _note_broken_lines(self, text: str) -> None:
         """Notes lines after which a command does not go on, though it looks as if it did."""
         lines = text.splitlines()
-        for number, (line, after) in enumerate(zip(lines, [*lines[1:], ""], strict=False), 1):
+        for number, (before, line, after) in enumerate(zip(["", *lines], lines, [*lines[1:], ""], strict=False), 1):
             if line.lstrip().startswith("#"):
                 continue
             if re.search(r"\\[ \t]+$", line):
                 self._note(f"line {number}: a backslash followed by a space ends the command there")
             elif line.endswith("\\") and after.lstrip().startswith("#"):
                 self._note(f"line {number + 1}: a comment ends the command; what follows it is not part of the run")
+            elif before.endswith("\\") and not line.endswith("\\") and re.match(r"\s+\+{0,2}\w+(\.\w+)+=", after):
+                self._note(f"line {number} ends the command: it has no backslash; what follows is not part of the run")
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

@@ -46,7 +46,7 @@ def test_words_of_a_script(script, expected):
     assert words(script) == expected
 
 
-@pytest.mark.parametrize("line", ["a.b=1 \\\n  # c=2 \\\n  d=3", "a.b=1 \\ \n  d=3"])
+@pytest.mark.parametrize("line", ["a.b=1 \\\n  # c=2 \\\n  d=3", "a.b=1 \\ \n  d=3", "\\\n  a.b=1\n  c.d=3"])
 def test_what_ends_a_command_unseen_is_noted(line):
     found = read_script(f"{RUN} {line}", "verl")
     assert found.overrides == ["a.b=1"], "as bash has it"
