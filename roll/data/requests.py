@@ -108,6 +108,8 @@ class Completion:
     (``router_replay: R3``)."""
     kept: Annotated[tuple[Item, ...], Column(Axis.ITEM, batch="kept_I")] = ()
     """The kept sets of the sampled tokens, one item (``roll.data.kept_sets``), if the request ``tells_kept``."""
+    engine: int = -1
+    """The generating worker that answered, by its rank in its role; -1 where that is not known."""
 
     @property
     def runs(self) -> Runs:

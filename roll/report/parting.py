@@ -124,14 +124,14 @@ def _tokens(found: Parting) -> None:
     for step, folder in kept_steps(one).items():
         if step not in theirs:
             continue
-        largest, token = _compared(Collected.load(folder), Collected.load(theirs[step]))
+        largest, place, token = _compared(Collected.load(folder), Collected.load(theirs[step]))
         if largest > 0 and not moved:
             moved = True
             if step <= found.step:
                 found.size, found.of = largest, f"log-probs of the same tokens in step {step}"
             found.lines.append(
                 f"  log-probs: those that the generators reported for the same tokens differ from step {step} on, "
-                f"there by up to {largest:.2g}"
+                f"there by up to {largest:.2g} in {place}"
             )
         if token:
             found.lines.append(f"  token: the first that differs is in step {step}, {token}")
@@ -150,13 +150,12 @@ def _kept(run: Run) -> Path | None:
     return path if path is not None and path.is_dir() else None
 
 
-def _compared(mine: Collected, theirs: Collected) -> tuple[float, str]:
-    """The largest difference of log-probs of tokens with equal ones before them; and the first other token."""
-    largest = 0.0
-    first = ""
+def _compared(mine: Collected, theirs: Collected) -> tuple[float, str, str]:
+    """The largest difference of log-probs after equal tokens, and its place; the first token that differs."""
+    largest, place, first = 0.0, "", ""
     for left, right in zip(mine.groups + mine.rejected, theirs.groups + theirs.rejected, strict=False):
         if left.group_id != right.group_id:
-            return largest, first or f"where group {left.group_id} and {right.group_id} were taken"
+            return largest, place, first or f"where group {left.group_id} and {right.group_id} were taken"
         for ours, others in zip(left.trajectories, right.trajectories, strict=False):
             where = f"group {ours.group_id}, member {ours.member}"
             for number, (turn, their) in enumerate(zip(ours.turns, others.turns, strict=False), start=1):
@@ -167,16 +166,24 @@ def _compared(mine: Collected, theirs: Collected) -> tuple[float, str]:
                 at = _first_other(ids, their_ids)
                 shared = len(ids) if at is None else at
                 away = abs(turn.completion.logprobs[:shared] - their.completion.logprobs[:shared])
-                largest = max(largest, float(away.max(initial=0.0)))
+                workers = _workers(turn.completion.engine, their.completion.engine)
+                if (most := float(away.max(initial=0.0))) > largest:
+                    largest, place = most, f"{where}, turn {number}, token {int(away.argmax()) + 1}{workers}"
                 if at is not None:
                     shown = [f"{each[at]}" if at < len(each) else "none" for each in (ids, their_ids)]
                     words = _text_parting(turn.text, their.text)
                     first = first or (
                         f"{where}, turn {number}, token {at + 1}: id {shown[0]} and {shown[1]}"
+                        f"{workers}"
                         f"{f'; {words}' if turn.text != their.text else ''}"
                     )
                     break
-    return largest, first
+    return largest, place, first
+
+
+def _workers(one: int, other: int) -> str:
+    """The generating workers that sampled a token, where both are known."""
+    return "" if min(one, other) < 0 else f" (sampled by generating worker {one} and {other})"
 
 
 def _first_other(left: Sequence[Any], right: Sequence[Any]) -> int | None:

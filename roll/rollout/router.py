@@ -101,7 +101,7 @@ class GenerationClient:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
         try:
-            return replace(await future, request_id=request.request_id)
+            return replace(await future, request_id=request.request_id, engine=engine)
         except asyncio.CancelledError:
             self._engines[engine].abort.remote(wire_id, self._submitted[engine])
             raise

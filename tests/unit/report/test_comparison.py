@@ -104,7 +104,7 @@ def kept(folder: Path, step: int, size: float, flip: bool) -> None:
         for member in range(2):
             other = flip and (number, member) == (2, 1)
             ids, logprobs = np.array([5, 6, 8 if other else 7]), np.full(3, -1 - size * member, np.float32)
-            done = Completion("r", ids, logprobs, FinishReason.STOP, np.zeros(3, np.int64))
+            done = Completion("r", ids, logprobs, FinishReason.STOP, np.zeros(3, np.int64), engine=member)
             turns.append(Turn(np.arange(4), done, "five" if other else "four", "?", None, 1.0, 0.0, ""))
         episodes = [
             Trajectory("maths", number, member, 1, (turn,), EpisodeEnd.TERMINATED, True, "", False)
@@ -138,8 +138,11 @@ def test_runs_with_other_kernels_part_at_a_token_and_in_tensors_and_the_kernels_
                 tensors["far"][:4] += 0.5
             save_file(tensors, model / "model.safetensors")
     told = "\n".join(Comparison([Run.read(tmp_path / name, name) for name in ("a", "c")]).partings())
-    assert f"differ from step 2 on, there by up to {np.float32(1 + size) - 1:.2g}" in told
-    assert "in step 3, group 2, member 1, turn 1, token 3: id 7 and 8; at letter 2 one says 'four'" in told
+    workers = " (sampled by generating worker 1 and 1)"
+    place = f"in group 1, member 1, turn 1, token 1{workers}"
+    assert f"differ from step 2 on, there by up to {np.float32(1 + size) - 1:.2g} {place}" in told
+    token = f"token 3: id 7 and 8{workers}; at letter 2 one says 'four'"
+    assert f"in step 3, group 2, member 1, turn 1, {token}" in told
     assert "equal in checkpoint-1, in checkpoint-2 2 of 3 tensors differ" in told
     far, near = (
         told.index("actor_train far: 50.0% of the values, by up to 0.5 (0.17 of"),

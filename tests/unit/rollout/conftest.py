@@ -35,7 +35,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
