@@ -42,16 +42,17 @@ ROOT = Path(__file__).resolve().parents[3]
 @functools.cache
 def _waiting_process() -> dict[str, str]:
     """Starts it; it ends with this process."""
-    path = Path(tempfile.mkdtemp(prefix="warm-")) / "socket"
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    path = Path(folder.name) / "socket"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", __name__, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
     assert process.stdout and process.stdout.readline() == "ready\n"
-    _kept.append(process)
+    _kept.extend((process, folder))
     return {SOCKET: str(path), DECISIVE: json.dumps(decisive(environment))}
 
 
-_kept: list[subprocess.Popen[str]] = []
+_kept: list[object] = []
 
 
 def warm_environment(*, scripts: bool = False) -> dict[str, str]:
@@ -106,7 +107,8 @@ def wait(path: Path) -> None:
                     become(json.loads(request), descriptors, events)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                client.send(str(fork).encode())
+                with contextlib.suppress(OSError):  # it is gone already, which the next event says
+                    client.send(str(fork).encode())
                 events.register(os.pidfd_open(fork), selectors.EVENT_READ, (fork, client))
                 events.register(client, selectors.EVENT_READ, (fork, client))
                 continue
