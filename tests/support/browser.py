@@ -41,12 +41,11 @@ class Browser:
         self._connection = connection
         self._numbers = itertools.count(1)
         self._events: list[dict[str, Any]] = []
+        self._session: str | None = None
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
-
-    _session: str | None = None
 
     def look(self, page: Path, size: tuple[int, int] = LAPTOP, *, dark: bool = False, whole: bool = False) -> Look:
         """Opens a file and waits until it is loaded."""

@@ -56,7 +56,8 @@ def stand_for_a_fork() -> None:
     import signal
     import socket
 
-    dispositions = {number: signal.getsignal(number) for number in (1, 2, 10, 12, 15)}
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+    dispositions = {number: signal.getsignal(number) for number in numbers}
     request = {
         "arguments": sys.argv[1:],
         "environment": dict(os.environ),

@@ -70,7 +70,7 @@ def warm_environment(*, scripts: bool = False) -> dict[str, str]:
 @contextlib.contextmanager
 def warm_workers() -> Iterator[None]:
     """Ray workers of sessions that begin in the block are forks."""
-    import pytest
+    import pytest  # not in the process that waits
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in warm_environment().items():
