@@ -476,6 +476,12 @@ TWO_SCORES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def reader() -> JudgeVerifier:
+    """Made once: certificates are loaded for each."""
+    return JudgeVerifier(JudgeConfig(judge_model_name="m", judge_api_url="http://127.0.0.1:9/v1"))
+
+
 @pytest.mark.parametrize(
     ("words", "number"),
     [
@@ -490,13 +496,12 @@ TWO_SCORES = [
         ("Score: No.", 0.0),
     ],
 )
-def test_a_judges_words_hold_one_whole_score_or_none(words, number):
-    verifier = JudgeVerifier(JudgeConfig(judge_model_name="m", judge_api_url="http://127.0.0.1:9/v1"))
+def test_a_judges_words_hold_one_whole_score_or_none(words, number, reader):
     if number is not None:
-        assert verifier._score_in(words, False) == number
+        assert reader._score_in(words, False) == number
         return
     with pytest.raises(RewardError):
-        verifier._score_in(words, False)
+        reader._score_in(words, False)
 
 
 @pytest.mark.parametrize("words", ["Grade: 3,5", "Grade: 3 or 4", "Grade: 3/4", "Grade: 3\nGrade: 4", "-3 Grade: -3"])
