@@ -1,4 +1,4 @@
-"""A run on three Ray nodes, of which two are lost: one that only generates, then one that trains."""
+"""A run on three Ray nodes, of which two are lost: one that only generates, then one that trains; it resumes on two."""
 
 import os
 import subprocess
@@ -17,21 +17,28 @@ import sys
 from ray.cluster_utils import Cluster
 
 machines = Cluster()
+node = {"num_cpus": 2, "object_store_memory": 2**27, "include_dashboard": False}
 for head in ({"_system_config": {"health_check_period_ms": 1000}}, {}, {}):
-    machines.add_node(num_cpus=2, object_store_memory=2**27, include_dashboard=False, **head)
+    machines.add_node(**node, **head)
 print(machines.address, flush=True)
 others = sorted(machines.worker_nodes, key=lambda node: node.node_id)  # as the driver numbers them
 for line in sys.stdin:
-    lost = others[int(line) - 1]
-    machines.remove_node(lost, allow_graceful=False)
-    print(lost.node_id, flush=True)
+    if line == "another\\n":
+        changed = machines.add_node(**node)
+    else:
+        changed = others[int(line) - 1]
+        machines.remove_node(changed, allow_graceful=False)
+    print(changed.node_id, flush=True)
 machines.shutdown()
 """
 
 
 @pytest.fixture
 def machines() -> Iterator[subprocess.Popen[str]]:
-    """Three nodes with two slots each; a number on its input ends that node as a power cut would, and gives its id."""
+    """Three nodes with two slots each.
+
+    A number on its input ends that node as a power cut would, ``another`` starts one; it answers with the node's id.
+    """
     environment = {**os.environ, **warm_environment()}
     environment.pop("RAY_ADDRESS", None)
     process = subprocess.Popen(
@@ -66,9 +73,9 @@ def test_a_run_outlives_a_node_that_generates_and_after_one_that_trains_goes_on_
     assert run.checkpoint(1).exists()
     assert run.summary["steps"] == 1
 
-    resumed = rlvr(
-        *steps, "num_nodes=1", "actor_infer.device_mapping=[1]", "resume_from_checkpoint=true", address=address
-    ).ended()
+    said(machines, "another")
+    layout = ("num_nodes=2", "actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0,2]")
+    resumed = rlvr(*steps, *layout, "resume_from_checkpoint=true", address=address).ended()
     whole = rlvr(f"max_steps={STEPS}", output="whole").ended()
     assert resumed.summary["steps"] == STEPS
     found, expected = resumed.tensors(STEPS), whole.tensors(STEPS)
