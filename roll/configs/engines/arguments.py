@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,19 @@ class EngineSource:
     def read(self, folder: Path) -> dict[str, dict[str, str]]:
         """The fields in a package's folder: annotations by name and class, a pydantic alias being one more name."""
         return {
-            node.name: _fields(node)
+            name: fields
             for pattern, names in self.classes.items()
             for path in sorted(folder.glob(pattern))
-            for node in ast.parse(path.read_text(encoding="utf-8")).body
-            if isinstance(node, ast.ClassDef) and (node.name in names or not names)
+            for name, fields in _classes(path).items()
+            if name in names or not names
         }
+
+
+@cache
+def _classes(path: Path) -> dict[str, dict[str, str]]:
+    """The fields of each class in a file. A configuration asks several times; an installed engine stays as it is."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    return {node.name: _fields(node) for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 def _fields(node: ast.ClassDef) -> dict[str, str]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from roll.extras.doctor import cores, memory_bytes
@@ -62,8 +63,9 @@ def this_device() -> Device:
     return replace(known_gpu(seen.name) or GPUS["A100"], name=seen.name, memory=seen.total_memory)
 
 
+@cache
 def this_cpu() -> Device:
-    """The machine that this process is on; its rates are tried out, which takes half a second of a processor."""
+    """The machine that this process is on; its rates are tried out once, which takes half a second of a processor."""
     load = os.getloadavg()[0]  # before this adds to it
     # In a process of its own: the number of threads that NumPy works with is settled when it is imported.
     command = [sys.executable, "-c", f"from {__name__} import print_rates; print_rates()"]

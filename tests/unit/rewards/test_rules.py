@@ -675,8 +675,8 @@ def test_a_reference_that_costs_too_much_is_a_problem_of_its_row(monkeypatch):
 
 def test_many_rows_are_looked_at_in_little_time():
     started = time.process_time()
-    assert problems([("maths", str(i)) for i in range(20_000)] + [("sums", f"#### {i}") for i in range(20_000)]) == {}
-    assert time.process_time() - started < 30  # several times what a busy machine needs
+    assert problems([("maths", str(i)) for i in range(5_000)] + [("sums", f"#### {i}") for i in range(5_000)]) == {}
+    assert time.process_time() - started < 8  # several times what a busy machine needs
 
 
 class Slow(MathVerifier):

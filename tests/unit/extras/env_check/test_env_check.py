@@ -137,7 +137,16 @@ def sum_of_two(seed: int) -> tuple[str, str]:
     return f"{left} + {right} =", str(left + right)
 
 
-@pytest.mark.parametrize(("env_type", "env_config", "options"), BUILT_IN)
+TYPES = [env_type for env_type, _, _ in BUILT_IN]
+
+
+@pytest.mark.parametrize(
+    ("env_type", "env_config", "options"),
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row[0] in TYPES[:number] else [])
+        for number, row in enumerate(BUILT_IN)
+    ],
+)
 def test_built_in_environments_pass(env_type, env_config, options):
     if env_type in ("gem", "textarena"):
         pytest.importorskip(env_type, reason=f"pip install 'roll-rl[{env_type}]'")

@@ -6,11 +6,14 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from omegaconf import DictConfig
 
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
 from roll.configs.pipeline import PipelineConfig
+from roll.extras.importers import reading
 from roll.extras.importers.convert import convert, report
 from roll.extras.importers.draft import Kind
 from roll.preflight.choices import CHECKS
@@ -29,12 +32,27 @@ GIVEN = {
 DROPPED, DERIVED, TO_DO, IMPOSSIBLE, UNKNOWN = Kind.DROPPED, Kind.DERIVED, Kind.TO_DO, Kind.IMPOSSIBLE, Kind.UNKNOWN
 LOST = {IMPOSSIBLE, UNKNOWN}
 
+_compose = reading._composed
+_composed: dict[tuple[Path, str], DictConfig] = {}
+
+
+def _compose_once(file: Path, content: dict[str, Any], entries: list[Any]) -> DictConfig:
+    """The tree of a file of ``files`` is made once, not for each row about it."""
+    if not file.is_relative_to(FILES):
+        return _compose(file, content, entries)
+    key = file, str((content, entries))
+    if key not in _composed:
+        _composed[key] = _compose(file, content, entries)
+    return _composed[key]
+
 
 class Import:
     """The result of an import; ``found["a.b", "c"]`` are values of the configuration."""
 
     def __init__(self, system: str, file: Path, words: Sequence[str], variables: dict[str, str] | None) -> None:
-        self.result = convert(system, [file], words, CHECKS, variables=variables)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reading, "_composed", _compose_once)
+            self.result = convert(system, [file], words, CHECKS, variables=variables)
         self.text, self.schema, self.exit_code = self.result.text, self.result.schema, self.result.exit_code
         self.outcomes = self.result.outcomes
         self.kinds = {(key, each.kind) for each in self.outcomes for key in each.key.split(", ")}

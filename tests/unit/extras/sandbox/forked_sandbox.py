@@ -1,11 +1,18 @@
-"""A sandbox without isolation or start-up, for tables of programs that do no harm: a forked process for each run."""
+"""A sandbox without isolation or start-up, for tables of programs that do no harm: a forked process for each run.
 
+It is forked of a small process, ``python -m`` this module: one that has run other tests takes ten times as long.
+"""
+
+import functools
 import marshal
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,26 +33,40 @@ class ForkedSandbox(Sandbox):
         self, mode: str, source: str, stdin: bytes, limits: SandboxLimits, provided: Mapping[str, str] | None
     ) -> SandboxResult:
         self.runs += 1
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
-            given.write(stdin)
-            given.seek(0)
-            child = os.fork()
-            if child == 0:
-                _become(mode, source, given.fileno(), out.fileno(), limits, dict(provided or {}))
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            with suppress(ProcessLookupError):  # a program without end would run on; a sandbox ends all that is in it
-                os.killpg(child, signal.SIGKILL)
-            out.seek(0)
-            text = out.read().decode()
-        return SandboxResult(text, "", code, False, False, False, None, 0.0)
+        server = _server()
+        assert server.stdin and server.stdout
+        marshal.dump((mode, source, stdin, limits.output_kb << 10, dict(provided or {})), server.stdin)
+        server.stdin.flush()
+        code, out = marshal.load(server.stdout)
+        return SandboxResult(out.decode(), "", code, False, False, False, None, 0.0)
 
 
-def _become(mode: str, source: str, given: int, out: int, limits: SandboxLimits, provided: dict[str, str]) -> None:
+@functools.cache
+def _server() -> subprocess.Popen[bytes]:
+    """Ends with this process, which is its input."""
+    root = Path(__file__).parents[4]
+    return subprocess.Popen([sys.executable, "-m", __name__], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _serve() -> None:
+    with suppress(EOFError):
+        while True:
+            mode, source, stdin, max_bytes, provided = marshal.load(sys.stdin.buffer)
+            with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
+                given.write(stdin)
+                given.seek(0)
+                if (child := os.fork()) == 0:
+                    _become(mode, source, given.fileno(), out.fileno(), max_bytes, provided)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                with suppress(ProcessLookupError):  # a program without end would run on; a sandbox ends all in it
+                    os.killpg(child, signal.SIGKILL)
+                out.seek(0)
+                marshal.dump((code, out.read()), sys.stdout.buffer)
+            sys.stdout.flush()
+
+
+def _become(mode: str, source: str, given: int, out: int, max_bytes: int, provided: dict[str, str]) -> None:
     """The child: the streams of a new process, then what runs in the sandbox."""
-    import faulthandler
-    import sys
-
-    faulthandler.disable()
     os.setpgid(0, 0)
     code = 1
     try:
@@ -53,7 +74,7 @@ def _become(mode: str, source: str, given: int, out: int, limits: SandboxLimits,
             os.dup2(descriptor, target)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", newline="\n"), open(2, "w")  # noqa: SIM115
         if mode == "tests":
-            harness.run_tests(source, limits.output_kb << 10, marshal.loads, provided)
+            harness.run_tests(source, max_bytes, marshal.loads, provided)
         harness.run_program(source, provided)
         code = 0
     except SystemExit as end:
@@ -79,3 +100,7 @@ def forked(**args: Any):
         return (await verifier.score(sample)).score
 
     yield score
+
+
+if __name__ == "__main__":
+    _serve()

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -80,11 +81,16 @@ def round_trip(
     return back
 
 
+@cache
+def weights_of(case: str) -> dict[str, Tensor]:
+    return checkpoint(make_model(CONFIGS[case]))
+
+
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_every_layout_comes_back_to_the_last_bit(case, tp, stages):
-    weights, config = checkpoint(make_model(CONFIGS[case])), megatron_config(CONFIGS[case])
+    weights, config = weights_of(case), megatron_config(CONFIGS[case])
     variants: list[tuple[int, ModuleSet, ExpertModules]] = [(1, "local", "sequential"), (1, "te", "sequential")]
     biased = config.family.experts.biased
     if biased:

@@ -49,6 +49,7 @@ def turns(draw: st.DrawFn) -> AssistantTurn:
 
 
 @EACH
+@examples(50)
 @given(turn=turns())
 def test_what_is_written_reads_as_it_was_meant(name, turn):
     speaks = dialect(name)
@@ -89,6 +90,7 @@ PIECES = [*NOTATION.split(), *CALLS, "commentary to=functions.f", "```json\n", "
 
 
 @EACH
+@examples(50)
 @given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), strings), max_size=12))
 @example(["[" * 5000])
 @example(["<tool_call>", "[" * 200_000])

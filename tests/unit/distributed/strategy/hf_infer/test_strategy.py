@@ -171,7 +171,12 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
 @pytest.mark.parametrize(
     ("family", "count", "low", "high"),
-    [("qwen2", 40, 1, 60), ("qwen2", 40, 120, 240), ("qwen3_5_text", 20, 1, 60), ("falcon_h1", 20, 1, 60)],
+    [
+        ("qwen2", 40, 1, 60),
+        ("qwen2", 40, 120, 240),
+        ("qwen3_5_text", 20, 1, 60),
+        pytest.param("falcon_h1", 20, 1, 60, marks=pytest.mark.slow),
+    ],
 )
 def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(family, count, low, high, model_path):
     with one_thread(), engine_of(model_path(family)) as engine:
@@ -367,7 +372,13 @@ async def test_offload_keeps_requests_which_go_on_after_onload(model_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
 @pytest.mark.parametrize(
-    ("family", "recompute_kv"), [("qwen2", True), ("qwen2", False), ("qwen3_5_text", False), ("falcon_h1", False)]
+    ("family", "recompute_kv"),
+    [
+        ("qwen2", True),
+        ("qwen2", False),
+        ("qwen3_5_text", False),
+        pytest.param("falcon_h1", False, marks=pytest.mark.slow),
+    ],
 )
 def test_recorded_requests_are_sampled_again_bit_for_bit(family, recompute_kv, model_path):
     """In another order, in fewer slots, with updates at other times."""
@@ -408,7 +419,7 @@ def test_recorded_requests_are_sampled_again_bit_for_bit(family, recompute_kv, m
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen2", "falcon_h1", pytest.param("lfm2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(family, recompute, model_path):
     requests = requests_of(prompts(4), temperature=1.0, max_new_tokens=40)
