@@ -58,8 +58,8 @@ class AgenticRolloutWorkers(RolloutWorkers):
         self.val_greedy = self.scheduler("val_env_manager", "val", greedy=True)
 
     def connect(self) -> None:
-        self._clusters["train_env_manager"].call("set_engines", self._roles.infer.handles)
-        self._clusters["val_env_manager"].call("set_engines", self._roles.evaluation_replicas.cluster.handles)
+        self._clusters["train_env_manager"].call("set_engines", self._roles.infer.present)
+        self._clusters["val_env_manager"].call("set_engines", self._roles.evaluation_replicas.cluster.present)
         if (judge := self._clusters.get(JUDGE_CLUSTER)) is not None:
             for name in MANAGERS:
                 self._clusters[name].call("set_judge", judge.handles)

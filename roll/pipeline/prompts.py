@@ -109,7 +109,7 @@ class PromptRolloutWorkers(RolloutWorkers):
         """Tells the rollout workers where the engines and the rewards are."""
         rollout = self._clusters[ROLLOUT_CLUSTER]
         evaluator = self._roles.evaluator
-        rollout.call("set_engines", self._roles.infer.handles, None if evaluator is None else evaluator.cluster.handles)
+        rollout.call("set_engines", self._roles.infer.present, None if evaluator is None else evaluator.cluster.present)
         rollout.call("set_rewards", {name: cluster.handles for name, cluster in self._rewards.items()})
 
     def _val_scheduler(self, prompts: PromptSampler, group_size: int, *, greedy: bool) -> RolloutScheduler:

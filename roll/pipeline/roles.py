@@ -21,7 +21,7 @@ from roll.configs.worker import ModelArguments, ReplayMode, TrainingArguments
 from roll.data.batch import Batch
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.errors import WorkerDiedError
+from roll.distributed.cluster.errors import NodeLostError, WorkerDiedError
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
@@ -136,7 +136,7 @@ class Replicas:
     def drain(self) -> None:
         """Waits until no request is in flight; new ones wait for the next update of weights."""
         self.prepare()
-        for rank, ref in enumerate(self.cluster.submit("drain")):
+        for rank, ref in zip(self.cluster.ranks, self.cluster.submit("drain"), strict=True):
             with contextlib.suppress(WorkerDiedError):  # the update replaces it
                 self.cluster.gather([ref], call="drain", ranks=[rank])
 
@@ -147,12 +147,18 @@ class Replicas:
     def restart(self, ranks: Sequence[int]) -> None:
         """Starts dead ones anew with the weights that the others have.
 
+        Those whose devices are gone with their node are left out, if there are others.
+
         Raises:
-            WorkerDiedError: as ``sync``.
+            WorkerDiedError: as ``sync``; no generating worker is left.
         """
         self.num_loads += 1
         for rank in ranks:
-            self.cluster.restart(rank)
+            try:
+                self.cluster.restart(rank)
+            except NodeLostError as error:
+                self.cluster.go_on_without(error)
+        ranks = [rank for rank in ranks if rank not in self.cluster.lost]
         self.prepare()  # a worker that loads its model takes all of its device's room
         for rank in ranks:
             self.cluster.call_rank(rank, "setup", self._context, self._continuous)
@@ -171,7 +177,7 @@ class Replicas:
         """After an update in which some died."""
         if error.role != self.cluster.name:
             raise error
-        dead = {error.rank, *(rank for rank, alive in enumerate(self.cluster.alive()) if not alive)}
+        dead = {error.rank, *self.cluster.dead()}
         self._restarts.spend([(self.cluster, rank) for rank in sorted(dead)], "an update of weights", error)
         self.restart(sorted(dead))
         for tell in self._on_replaced:

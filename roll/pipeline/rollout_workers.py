@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
+from roll.distributed.cluster.cluster import NODE_VERDICT_S
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
 from roll.rewards.types import RewardError, SandboxUnavailableError
@@ -89,16 +91,19 @@ class RolloutWorkers(ABC):
 
         Raises:
             WorkerDiedError: ``max_worker_restarts`` is used up.
-            BaseException: ``error`` itself, when nothing is or was dead.
+            BaseException: ``error`` itself, when nothing is, was or is soon found dead.
         """
         replicas = self._roles.evaluation_replicas if evaluates else self._roles.rollout_replicas
         clusters = [replicas.cluster, *self._clusters.values()]
-        dead = [(cluster, rank) for cluster in clusters for rank, alive in enumerate(cluster.alive()) if not alive]
-        if not dead:
-            if self._num_restarts() == self._known_restarts[evaluates]:
+        deadline = time.monotonic() + NODE_VERDICT_S
+        while not (dead := [(cluster, rank) for cluster in clusters for rank in cluster.dead()]):
+            if self._num_restarts() != self._known_restarts[evaluates]:
+                self._known_restarts[evaluates] = self._num_restarts()
+                return
+            if time.monotonic() > deadline:
                 raise error
-            self._known_restarts[evaluates] = self._num_restarts()
-            return
+            self._on_tick()
+            time.sleep(0.5)
         self._roles.restarts.spend(dead, "a rollout", error)
         for cluster, rank in dead:
             if cluster is not replicas.cluster:

@@ -50,6 +50,7 @@ class GenerationClient:
     long poll per engine worker. A request goes to the worker with the fewest requests in flight, of this client.
 
     Args:
+        engines: in rank order, ``None`` for one that is lost.
         share: see ``own_order``.
     """
 
@@ -57,7 +58,7 @@ class GenerationClient:
         self.client_id = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._engines = list(engines)
-        self._order = own_order(len(engines), share)
+        self._order = [place for place in own_order(len(engines), share) if engines[place] is not None]
         self._outbox: list[dict[str, GenerateRequest]] = [{} for _ in engines]
         self._pending: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in engines]
         self._submitted: list[Any] = [None for _ in engines]

@@ -200,7 +200,10 @@ Launch = Callable[..., Run]
 
 @pytest.fixture
 def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
-    """``launch(*overrides, local=False, …)`` starts a run; what is still there at the end of the test is killed."""
+    """``launch(*overrides, local=False, address="", …)`` starts a run, in another cluster if an address is given.
+
+    What is still there at the end of the test is killed.
+    """
     runs: list[Run] = []
 
     def start(
@@ -209,6 +212,7 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
         local: bool = False,
         output: str = "out",
         orders: tuple[str, ...] = (),
+        address: str = "",
         script: Path = LAUNCHER,
         folder: Path = CONFIGS,
     ) -> Run:
@@ -216,7 +220,9 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
         faults.mkdir()
         environment = {**os.environ, **warm_environment(scripts=not local), FAULTS: str(faults)}
         environment.pop("RAY_ADDRESS", None)
-        if not local:
+        if address:
+            environment["RAY_ADDRESS"] = address
+        elif not local:
             environment |= {"RAY_ADDRESS": request.getfixturevalue("ray_cluster").address, **AUTHENTICATED}
         for name in orders:
             (faults / name).touch()

@@ -36,7 +36,9 @@ from tests.support.ranks import (
     metrics_of,
     recorded_warnings,
     run_ranks,
+    slow_but,
     tensors_of,
+    wanted,
     whole,
     write,
 )
@@ -60,7 +62,8 @@ CASES: dict[str, dict[str, Any]] = {
         "stage3_param_persistence_threshold": 0,
     },
 }
-
+QUICK = ("zero2-offload", "zero3")
+"""What ``make test`` runs."""
 
 SHARING: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1": ("deepspeed_train", {"zero_optimization": CASES["zero1"]}),
@@ -167,7 +170,7 @@ def run_case(out: Path, model: Path, name: str, rank: int) -> None:
     resumed.shutdown()
 
 
-def run_others(out: Path, model: Path, rank: int) -> None:
+def run_others(out: Path, model: Path, rank: int, names: dict[str, list[str]]) -> None:
     options: dict[str, Any] = {"rank": rank, "world_size": 2}
     # The value head's bias is one number: one of the ranks has no part of it.
     critic = zero_trainer(model, CASES["zero3-offload"], head="value", role="critic", **options)
@@ -178,7 +181,8 @@ def run_others(out: Path, model: Path, rank: int) -> None:
     critic.shutdown()
     groups = make_groups(1)
     group_share = groups.select(groups.split(2)[rank])
-    for name, (strategy, config) in SHARING.items():
+    for name in names["sharing"]:
+        strategy, config = SHARING[name]
         for is_on in (True, False):
             context = make_context(model, strategy, config, worker={"share_prompts": is_on}, **options)
             found = (DeepSpeedTrain if strategy == "deepspeed_train" else DeepSpeedInfer)(context)
@@ -192,7 +196,7 @@ def run_others(out: Path, model: Path, rank: int) -> None:
             metrics = found.train_step(group_share, loss_fn) if isinstance(found, DeepSpeedTrain) else {}
             write(out, f"sharing-{name}-{is_on}-{rank}", {"logprobs": scored}, metrics | {"seen": float(sum(seen))})
             found.shutdown()
-    for name in ("zero2-offload", "zero3"):
+    for name in names["adapted"]:
         learner = zero_trainer(model, CASES[name], lora=LORA, **options)
         metrics = {}
         for step in range(2):
@@ -208,7 +212,7 @@ def run_others(out: Path, model: Path, rank: int) -> None:
         learner.load(out / f"lora-{name}")
         write(out, f"lora-restored-{name}-{rank}", exported_adapter(learner))
         learner.shutdown()
-    for name in ("zero1", "zero3"):
+    for name in names["stage"]:
         other = zero_trainer(model, CASES[name], needs=(*BASIC, KlToReference()), **options)
         batch = with_reference(make_batch(seed=0))
         part = batch.select(torch.arange(9).tensor_split([4])[rank])
@@ -225,7 +229,8 @@ def run_others(out: Path, model: Path, rank: int) -> None:
         moved.train_step(shares(2)[rank], loss_fn)
         write(out, f"from_fsdp2-{name}-{rank}", exported(moved))
         moved.shutdown()
-    for name, strategy in (("zero3", {"zero_optimization": CASES["zero3-offload"]}), ("whole", {})):
+    for name in names["reference"]:
+        strategy = {"zero_optimization": CASES["zero3-offload"]} if name == "zero3" else {}
         half = {"model_args": {"dtype": "bf16"}, "needs": (*BASIC, hidden_states)}
         reference = DeepSpeedInfer(make_context(model, "deepspeed_infer", strategy, **half, **options))
         reference.setup()
@@ -246,12 +251,12 @@ def run_others(out: Path, model: Path, rank: int) -> None:
         (out / f"error{rank}").write_text(str(error))
 
 
-def rank_main(rank: int, port: int, out: Path, model: Path) -> None:
+def rank_main(rank: int, port: int, out: Path, model: Path, names: dict[str, list[str]]) -> None:
     enter_rank(port)
     with recorded_warnings(out / f"warnings-{rank}"):
-        for name in CASES:
+        for name in names["case"]:
             run_case(out, model, name, rank)
-        run_others(out, model, rank)
+        run_others(out, model, rank, names)
     leave_rank()
 
 
@@ -276,79 +281,80 @@ def one_process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def two_ranks(one_process: dict[str, Any], model: Path) -> Path:
-    run_ranks(rank_main, 2, one_process["folder"], model)
+def two_ranks(request: pytest.FixtureRequest, one_process: dict[str, Any], model: Path) -> Path:
+    names = {argument: wanted(request, argument) for argument in ("case", "stage", "adapted", "sharing", "reference")}
+    run_ranks(rank_main, 2, one_process["folder"], model, names)
     return Path(one_process["folder"])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_steps_with_uneven_shares_and_l2_are_those_of_one_process(two_ranks, one_process, name):
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+def test_steps_with_uneven_shares_and_l2_are_those_of_one_process(two_ranks, one_process, case):
     for step, expected in enumerate(one_process["metrics"]):
         for rank in range(2):
-            found = metrics_of(two_ranks, f"{name}-step{step}-{rank}")
+            found = metrics_of(two_ranks, f"{case}-step{step}-{rank}")
             for key in ("actor/loss", "actor/grad_norm", "actor/num_tokens", "actor/lr"):
                 assert found[key] == pytest.approx(expected[key], rel=2e-6, abs=2e-6), key
-            if name != "zero0":  # DeepSpeed reports no norm there
+            if case != "zero0":  # DeepSpeed reports no norm there
                 assert found["engine_norm"] == pytest.approx(found["actor/grad_norm"], rel=1e-5)
-        parts = [tensors_of(two_ranks, f"{name}-scores{step}-{rank}")["logprobs"] for rank in range(2)]
+        parts = [tensors_of(two_ranks, f"{case}-scores{step}-{rank}")["logprobs"] for rank in range(2)]
         torch.testing.assert_close(torch.cat(parts), one_process["scores"][step], rtol=0, atol=5e-6)
-    assert_near(tensors_of(two_ranks, f"{name}-final-0"), one_process["final"], 5e-6)
-    assert not tensors_of(two_ranks, f"{name}-final-1")  # only rank 0 gets buckets
+    assert_near(tensors_of(two_ranks, f"{case}-final-0"), one_process["final"], 5e-6)
+    assert not tensors_of(two_ranks, f"{case}-final-1")  # only rank 0 gets buckets
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_nan_in_one_micro_batch_changes_nothing(two_ranks, name):
-    assert_near(tensors_of(two_ranks, f"{name}-nan-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+def test_nan_in_one_micro_batch_changes_nothing(two_ranks, case):
+    assert_near(tensors_of(two_ranks, f"{case}-nan-0"), tensors_of(two_ranks, f"{case}-final-0"), 0.0)
     for rank in range(2):
-        metrics = metrics_of(two_ranks, f"{name}-nan-{rank}")
+        metrics = metrics_of(two_ranks, f"{case}-nan-{rank}")
         assert metrics["actor/skipped_steps"] == 1
         assert "actor/loss" not in metrics
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 @pytest.mark.parametrize("how", ["resumed", "went_back"])
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks, name, how):
-    assert_near(tensors_of(two_ranks, f"{name}-{how}-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks, case, how):
+    assert_near(tensors_of(two_ranks, f"{case}-{how}-0"), tensors_of(two_ranks, f"{case}-final-0"), 0.0)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_checkpoint_of_two_ranks_continues_with_fsdp2_on_one(two_ranks, one_process, model, name):
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+def test_checkpoint_of_two_ranks_continues_with_fsdp2_on_one(two_ranks, one_process, model, case):
     trainer = fsdp_trainer(model)
-    trainer.load(two_ranks / f"{name}-checkpoint")
+    trainer.load(two_ranks / f"{case}-checkpoint")
     trainer.train_step(make_batch(seed=2), loss_fn)
     assert_near(exported(trainer), one_process["final"], 5e-6)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_checkpoint_of_fsdp2_continues_and_states_come_back_as_they_left(two_ranks, one_process, name):
-    assert_near(tensors_of(two_ranks, f"from_fsdp2-{name}-0"), one_process["final"], 5e-6)
+@pytest.mark.parametrize("stage", slow_but(QUICK, ["zero1", "zero3"]))
+def test_checkpoint_of_fsdp2_continues_and_states_come_back_as_they_left(two_ranks, one_process, stage):
+    assert_near(tensors_of(two_ranks, f"from_fsdp2-{stage}-0"), one_process["final"], 5e-6)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks, model, name):
+@pytest.mark.parametrize("stage", slow_but(QUICK, ["zero1", "zero3"]))
+def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks, model, stage):
     trainer = fsdp_trainer(model, needs=(*BASIC, KlToReference()))
     metrics = trainer.train_step(with_reference(make_batch(seed=0)), loss_fn)
-    found = metrics_of(two_ranks, f"kl-{name}-0")
+    found = metrics_of(two_ranks, f"kl-{stage}-0")
     assert found["actor/loss"] == pytest.approx(metrics["actor/loss"], rel=2e-6)
     assert found["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=2e-6)
-    assert_near(tensors_of(two_ranks, f"kl-{name}-0"), exported(trainer), 5e-6)
+    assert_near(tensors_of(two_ranks, f"kl-{stage}-0"), exported(trainer), 5e-6)
 
 
-@pytest.mark.parametrize("name", ["zero2-offload", "zero3"])
-def test_adapter_is_that_of_one_process(two_ranks, one_process, model, name):
+@pytest.mark.parametrize("adapted", slow_but(["zero3"], ["zero2-offload", "zero3"]))
+def test_adapter_is_that_of_one_process(two_ranks, one_process, model, adapted):
     trainer = fsdp_trainer(model, lora=LORA)
     metrics: Metrics = {}
     for step in range(2):
         metrics = trainer.train_step(make_batch(seed=step), loss_fn)
-    found = metrics_of(two_ranks, f"lora-{name}-0")
+    found = metrics_of(two_ranks, f"lora-{adapted}-0")
     assert found["actor/loss"] == pytest.approx(metrics["actor/loss"], rel=2e-6)
     assert found["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=2e-6)
-    adapter = tensors_of(two_ranks, f"lora-{name}-0")
+    adapter = tensors_of(two_ranks, f"lora-{adapted}-0")
     assert_near(adapter, exported_adapter(trainer), 5e-6)
-    assert_near(tensors_of(two_ranks, f"lora-restored-{name}-0"), adapter, 0.0)
-    assert_near(load_file(two_ranks / f"lora-{name}" / "actor_train" / "adapter_model.safetensors"), adapter, 0.0)
-    assert_near(tensors_of(two_ranks, f"lora-base-{name}-0"), load_file(model / "model.safetensors"), 0.0)
-    parts = [tensors_of(two_ranks, f"lora-off-{name}-{rank}")["logprobs"] for rank in range(2)]
+    assert_near(tensors_of(two_ranks, f"lora-restored-{adapted}-0"), adapter, 0.0)
+    assert_near(load_file(two_ranks / f"lora-{adapted}" / "actor_train" / "adapter_model.safetensors"), adapter, 0.0)
+    assert_near(tensors_of(two_ranks, f"lora-base-{adapted}-0"), load_file(model / "model.safetensors"), 0.0)
+    parts = [tensors_of(two_ranks, f"lora-off-{adapted}-{rank}")["logprobs"] for rank in range(2)]
     torch.testing.assert_close(torch.cat(parts), one_process["scores"][0], rtol=0, atol=5e-6)
 
 
@@ -365,30 +371,30 @@ def test_critic_is_the_same_on_one_process(two_ranks, model):
         torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("sharing", slow_but(["zero3", "infer"], SHARING))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_shared_prompts_are_computed_once(two_ranks, name, rank):
-    shared, single = (metrics_of(two_ranks, f"sharing-{name}-{is_on}-{rank}") for is_on in (True, False))
+def test_shared_prompts_are_computed_once(two_ranks, sharing, rank):
+    shared, single = (metrics_of(two_ranks, f"sharing-{sharing}-{is_on}-{rank}") for is_on in (True, False))
     assert shared["seen"] < 0.8 * single["seen"]
-    for key in ("actor/loss", "actor/grad_norm") if name != "infer" else ():
+    for key in ("actor/loss", "actor/grad_norm") if sharing != "infer" else ():
         assert shared[key] == pytest.approx(single[key], rel=2e-6, abs=2e-6), key
-    found, expected = (tensors_of(two_ranks, f"sharing-{name}-{is_on}-{rank}") for is_on in (True, False))
+    found, expected = (tensors_of(two_ranks, f"sharing-{sharing}-{is_on}-{rank}") for is_on in (True, False))
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", ["zero3", "whole"])
-def test_bf16_reference_is_near_fp32(two_ranks, model, name):
-    reference = Fsdp2Infer(make_context(model, "fsdp2_infer", needs=(*BASIC, hidden_states)))
-    reference.setup()
-    expected = reference.logprobs(make_batch(seed=1))
-    parts = [tensors_of(two_ranks, f"reference-{name}-{rank}") for rank in range(2)]
+@pytest.mark.parametrize("reference", slow_but(QUICK, ["zero3", "whole"]))
+def test_bf16_reference_is_near_fp32(two_ranks, model, reference):
+    scorer = Fsdp2Infer(make_context(model, "fsdp2_infer", needs=(*BASIC, hidden_states)))
+    scorer.setup()
+    expected = scorer.logprobs(make_batch(seed=1))
+    parts = [tensors_of(two_ranks, f"reference-{reference}-{rank}") for rank in range(2)]
     for key, tensor in (("logprobs", expected.logprobs_T), ("hidden", expected.hidden_TH)):
         torch.testing.assert_close(torch.cat([part[key] for part in parts]), tensor, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks, name):
-    assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks, case):
+    assert_same_files(two_ranks / f"{case}-beside", two_ranks / f"{case}-checkpoint")
 
 
 def test_float32_weights_survive_a_checkpoint_and_a_failed_write_is_an_error_on_every_rank(two_ranks, model):

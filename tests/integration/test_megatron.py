@@ -25,7 +25,16 @@ from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 from roll.models import scoring
 from tests.support.harness import make_groups
-from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, recorded_warnings, run_ranks
+from tests.support.ranks import (
+    assert_near,
+    assert_same_files,
+    enter_rank,
+    exported,
+    recorded_warnings,
+    run_ranks,
+    slow_but,
+    wanted,
+)
 from tests.support.sizes import sizes
 from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, make_context
 
@@ -34,6 +43,13 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"
 TP_SP = {TP: 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp": ("dense", TP_SP),
+    "pp": ("dense", {PP: 2}),
+    "cp": ("dense", {CP: 2}),
+    "balanced": ("moe", {**TP_SP, "moe_aux_loss_coeff": 1.0}),
+}
+"""What some cases run in: the model and the strategy's keys."""
 SHARED = {"moe_shared_expert_overlap": True, "recompute_granularity": "full"}
 FULL_KL = AlgorithmConfig(use_kl_loss=True, kl_penalty="full", kl_loss_coef=0.5, loss_agg_mode="token-mean")
 HIDDEN = 32
@@ -198,22 +214,22 @@ def _continued(folder: Path, rank: int, config: dict[str, Any], name: str) -> di
     return {"equal": all(found[n].equal(expected[n]) for n in expected), "count": len(expected)}
 
 
-def case_critic(folder: Path, rank: int) -> dict[str, Any]:
+def case_critic(folder: Path, rank: int, layouts: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, options in (("tp", TP_SP), ("pp", {PP: 2}), ("cp", {CP: 2})):
-        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, role="critic", head="value")
+    for name in layouts:
+        trainer = make_trainer(folder / "dense", "megatron_train", LAYOUTS[name][1], rank, role="critic", head="value")
         found[name] = [step(trainer, 1), step(trainer, 2)]
-        if name == "pp":
-            trainer.save(folder / "saved-critic")
+        trainer.save(folder / f"saved-critic-{name}")
         found[f"{name} values"] = trainer.logprobs(share(trainer, make_batch(seed=4))).values_T
     return found
 
 
-def case_full_kl(folder: Path, rank: int) -> dict[str, Any]:
+def case_full_kl(folder: Path, rank: int, layouts: list[str]) -> dict[str, Any]:
     batch = with_reference(make_batch(seed=1))
     found = {}
-    for name, options in (("tp", TP_SP), ("pp", {PP: 2})):
-        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, needs=(*BASIC, KlToReference()))
+    for name in layouts:
+        needs = (*BASIC, KlToReference())
+        trainer = make_trainer(folder / "dense", "megatron_train", LAYOUTS[name][1], rank, needs=needs)
         metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
         found[name] = {"metrics": metrics, "kl": trainer.logprobs(batch).kl_T}
     return found
@@ -229,33 +245,29 @@ def cubes_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossO
     return LossOutput(loss, {"actor/loss": loss.detach()})
 
 
-def case_own_quantity(folder: Path, rank: int) -> dict[str, Any]:
+def case_own_quantity(folder: Path, rank: int, layouts: list[str]) -> dict[str, Any]:
     found = {}
-    for name, options in (("tp", TP_SP), ("pp", {PP: 2})):
-        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, needs=(logprobs, cubes))
+    for name in layouts:
+        trainer = make_trainer(folder / "dense", "megatron_train", LAYOUTS[name][1], rank, needs=(logprobs, cubes))
         scores = trainer.logprobs(make_batch(seed=1)).others["cubes_T"]
         found[name] = {"scores": scores, "metrics": step(trainer, 1, cubes_loss), "weights": exported(trainer)}
     return found
 
 
-def case_reference(folder: Path, rank: int) -> dict[str, Any]:
+def case_reference(folder: Path, rank: int, layouts: list[str]) -> dict[str, Any]:
     found = {}
-    for name, options in (("tp", TP_SP), ("pp", {PP: 2}), ("cp", {CP: 2})):
-        scorer = make_trainer(folder / "dense", "megatron_infer", options, rank, needs=(*BASIC, hidden_states))
+    for name in layouts:
+        needs = (*BASIC, hidden_states)
+        scorer = make_trainer(folder / "dense", "megatron_infer", LAYOUTS[name][1], rank, needs=needs)
         scores = scorer.logprobs(make_batch(seed=1))
         found[name] = [scores.logprobs_T, scores.entropy_T, scores.hidden_TH]
     return found
 
 
-def case_shared_prompts(folder: Path, rank: int) -> dict[str, Any]:
-    layouts: dict[str, tuple[str, dict[str, Any]]] = {
-        "tp": ("dense", TP_SP),
-        "pp": ("dense", {PP: 2}),
-        "cp": ("dense", {CP: 2}),
-        "balanced": ("moe", {**TP_SP, "moe_aux_loss_coeff": 1.0}),
-    }
+def case_shared_prompts(folder: Path, rank: int, layouts: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, (kind, options) in layouts.items():
+    for name in layouts:
+        kind, options = LAYOUTS[name]
         for shares in (True, False):
             trainer = make_trainer(folder / kind, "megatron_train", options, rank, share_prompts=shares)
             trainer.own_forward = None  # what it compares would count
@@ -318,14 +330,17 @@ def case_refused_setup(folder: Path, rank: int) -> dict[str, Any]:
 
 
 CASES = [value for name, value in globals().items() if name.startswith("case_")]
+OF_LAYOUTS = {case_critic: "learns", case_full_kl: "stage", case_own_quantity: "stage", case_reference: "scores"}
+OF_LAYOUTS |= {case_shared_prompts: "shares"}
+"""Cases that run in several layouts, and the argument of the tests that names these."""
 
 
-def run_rank(rank: int, port: int, folder: Path) -> None:
+def run_rank(rank: int, port: int, folder: Path, layouts: dict[str, list[str]]) -> None:
     enter_rank(port)
     with recorded_warnings(folder / f"warnings-{rank}"):
         for case in CASES:
             try:
-                found = case(folder, rank)
+                found = case(folder, rank, *([layouts[OF_LAYOUTS[case]]] if case in OF_LAYOUTS else []))
             except BaseException:
                 found = {"error": traceback.format_exc()}
             torch.save(found, folder / f"{case.__name__}-{rank}.pt")
@@ -335,7 +350,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of all cases, the models, and what either engine saved."""
     path: Path = tmp_path_factory.mktemp("megatron")
     for kind in ("dense", "moe"):
@@ -343,7 +358,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = make_trainer(path / "moe", "fsdp2_train")
     step(trainer, 1)
     trainer.save(path / "saved-by-fsdp2")
-    run_ranks(run_rank, 2, path)
+    run_ranks(run_rank, 2, path, {argument: wanted(request, argument) for argument in OF_LAYOUTS.values()})
     return path
 
 
@@ -447,31 +462,33 @@ def test_bf16_continues_bit_for_bit_alone_and_in_stages_with_tied_embeddings(fol
     assert stages == alone
 
 
-def test_critic_trains_and_is_saved_like_any_other(folder):
+@pytest.mark.parametrize("learns", slow_but(["pp"], ["tp", "pp", "cp"]))
+def test_critic_trains_and_is_saved_like_any_other(folder, learns):
     found = found_by(case_critic, folder)
     trainer = make_trainer(folder / "dense", "fsdp2_train", role="critic", head="value")
     expected = [step(trainer, 1), step(trainer, 2)]
     values = trainer.logprobs(make_batch(seed=4)).values_T
-    for name in ("tp", "pp", "cp"):
-        for metrics, reference in zip(found[name], expected, strict=True):
-            assert_same_metrics(metrics, reference)
-        torch.testing.assert_close(found[f"{name} values"], values, rtol=0, atol=NEAR)
+    for metrics, reference in zip(found[learns], expected, strict=True):
+        assert_same_metrics(metrics, reference)
+    torch.testing.assert_close(found[f"{learns} values"], values, rtol=0, atol=NEAR)
     other = make_trainer(folder / "dense", "fsdp2_train", role="critic", head="value")
-    other.load(folder / "saved-critic")
+    other.load(folder / f"saved-critic-{learns}")
     torch.testing.assert_close(other.logprobs(make_batch(seed=4)).values_T, values, rtol=0, atol=NEAR)
 
 
-def test_kl_over_the_vocabulary(folder):
+@pytest.mark.parametrize("stage", slow_but(["tp"], ["tp", "pp"]))
+def test_kl_over_the_vocabulary(folder, stage):
     batch = with_reference(make_batch(seed=1))
     trainer = make_trainer(folder / "dense", "fsdp2_train", needs=(*BASIC, KlToReference()))
     metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
     kl_T = trainer.logprobs(batch).kl_T
-    for found in found_by(case_full_kl, folder).values():
-        assert_same_metrics(found["metrics"], metrics)
-        torch.testing.assert_close(found["kl"], kl_T, rtol=1e-5, atol=NEAR)
+    found = found_by(case_full_kl, folder)[stage]
+    assert_same_metrics(found["metrics"], metrics)
+    torch.testing.assert_close(found["kl"], kl_T, rtol=1e-5, atol=NEAR)
 
 
-def test_a_quantity_is_one_function_for_every_engine_and_cut(folder):
+@pytest.mark.parametrize("stage", slow_but(["tp"], ["tp", "pp"]))
+def test_a_quantity_is_one_function_for_every_engine_and_cut(folder, stage):
     import transformers
 
     batch, start = make_batch(seed=1), {"needs": (logprobs, cubes)}
@@ -483,27 +500,28 @@ def test_a_quantity_is_one_function_for_every_engine_and_cut(folder):
     scores = trainer.logprobs(batch).others["cubes_T"]
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=NEAR)
     metrics, weights = step(trainer, 1, cubes_loss), exported(trainer)
-    for found in found_by(case_own_quantity, folder).values():
-        torch.testing.assert_close(found["scores"].double(), expected, rtol=1e-5, atol=NEAR)
-        assert_same_metrics(found["metrics"], metrics)
-        assert_near(found["weights"], weights, NEAR)
+    found = found_by(case_own_quantity, folder)[stage]
+    torch.testing.assert_close(found["scores"].double(), expected, rtol=1e-5, atol=NEAR)
+    assert_same_metrics(found["metrics"], metrics)
+    assert_near(found["weights"], weights, NEAR)
 
 
-def test_reference_scores_and_hidden_states(folder):
+@pytest.mark.parametrize("scores", slow_but(["pp", "cp"], ["tp", "pp", "cp"]))
+def test_reference_scores_and_hidden_states(folder, scores):
     scorer = make_trainer(folder / "dense", "fsdp2_infer", needs=(*BASIC, hidden_states))
-    scores = scorer.logprobs(make_batch(seed=1))
-    for found in found_by(case_reference, folder).values():
-        for tensor, expected in zip(found, [scores.logprobs_T, scores.entropy_T, scores.hidden_TH], strict=True):
-            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=5e-6)
+    one = scorer.logprobs(make_batch(seed=1))
+    found = found_by(case_reference, folder)[scores]
+    for tensor, expected in zip(found, [one.logprobs_T, one.entropy_T, one.hidden_TH], strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp", "cp", "balanced"])
-def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder, layout):
+@pytest.mark.parametrize("shares", slow_but(["tp", "cp"], LAYOUTS))
+def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder, shares):
     found = found_by(case_shared_prompts, folder)
-    shared, single = found[f"{layout} True"], found[f"{layout} False"]
+    shared, single = found[f"{shares} True"], found[f"{shares} False"]
     torch.testing.assert_close(shared["scores"], single["scores"], rtol=0, atol=NEAR)
     assert_same_metrics(shared["metrics"], single["metrics"])
-    if layout in ("cp", "balanced"):
+    if shares in ("cp", "balanced"):
         assert shared["tokens"] == single["tokens"]
     else:
         assert shared["tokens"] < 0.8 * single["tokens"]

@@ -20,7 +20,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.models import ulysses
 from roll.models.loading import load_causal_lm
 from tests.support.families import tiny_config, tiny_model, with_factors
-from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
+from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, slow_but, tensors_of, wanted, write
 from tests.support.trainers import make_batch, make_context, shares
 
 pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {"hyperclovax": {}, "minicpm3": {}, "rober
 """With a factor behind the output layer, one before it, and layers before it that have weights."""
 TRAINED = [*(("fsdp2_train", family) for family in FAMILIES), ("deepspeed_train", "hyperclovax")]
 """Engines and families whose steps are compared with float64."""
+QUICK = (("fsdp2_train", "minicpm3"), ("deepspeed_train", "hyperclovax"))
 ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2_train": {},
     "deepspeed_train": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
@@ -80,28 +81,27 @@ def split_wrongly(found: Any, name: str, rank: int) -> Iterator[None]:
             yield
 
 
-def rank_main(rank: int, port: int, models: Path, out: Path) -> None:
+def rank_main(rank: int, port: int, folder: Path, trained: list[Any], refusals: list[Any]) -> None:
     enter_rank(port)
-    for name, family in TRAINED:
-        found, share = trainer(models / family, name, rank), shares(0)[rank]
+    for name, family in trained:
+        found, share = trainer(folder / family, name, rank), shares(0)[rank]
         logprobs = found.logprobs(share).logprobs_T
         metrics = found.train_step(share, loss_fn)
-        write(out, f"{name}-{family}-{rank}", {"logprobs": logprobs}, metrics)
+        write(folder, f"{name}-{family}-{rank}", {"logprobs": logprobs}, metrics)
         found.shutdown()
-    for name in ENGINES:
-        for train_first in (False, True):
-            found = trainer(models / "hyperclovax", name, rank)
-            if rank == 1:
-                found.weights.scorer.head.is_plain = True  # one rank alone leaves the factor out
-            with pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused:
-                if train_first:
-                    found.train_step(shares(0)[rank], loss_fn)
-                else:
-                    found.logprobs(shares(0)[rank])
-            (out / f"{name}-refused-{train_first}-{rank}.json").write_text(json.dumps(str(refused.value)))
-            found.shutdown()
+    for name, first in refusals:
+        found = trainer(folder / "hyperclovax", name, rank)
+        if rank == 1:
+            found.weights.scorer.head.is_plain = True  # one rank alone leaves the factor out
+        with pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused:
+            if first == "train":
+                found.train_step(shares(0)[rank], loss_fn)
+            else:
+                found.logprobs(shares(0)[rank])
+        (folder / f"{name}-refused-{first}-{rank}.json").write_text(json.dumps(str(refused.value)))
+        found.shutdown()
     for name in SPLIT:
-        found = split_trainer(models / "qwen3", name, rank)
+        found = split_trainer(folder / "qwen3", name, rank)
         with (
             split_wrongly(found, name, rank),
             pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused,
@@ -109,18 +109,18 @@ def rank_main(rank: int, port: int, models: Path, out: Path) -> None:
             found.train_step(make_batch(), loss_fn)
         found.train_step(make_batch(), loss_fn)
         result = {"told": str(refused.value), "compared": sorted(found.own_forward.compared)}
-        (out / f"{name}-{rank}.json").write_text(json.dumps(result))
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
         found.shutdown()
     leave_rank()
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for family, options in FAMILIES.items():
         tiny_model(with_factors(tiny_config(family, **options))).save_pretrained(folder / family)
     tiny_model(tiny_config("qwen3")).save_pretrained(folder / "qwen3")
-    run_ranks(rank_main, 2, folder, folder)
+    run_ranks(rank_main, 2, folder, wanted(request, "trained"), wanted(request, "refusal"))
     return folder
 
 
@@ -135,8 +135,9 @@ def oracle(model: Any, batch: Batch) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("engine", "family"), TRAINED)
-def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks, engine, family):
+@pytest.mark.parametrize("trained", slow_but(QUICK, TRAINED))
+def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks, trained):
+    engine, family = trained
     model = load_causal_lm(str(two_ranks / family), dtype=torch.float64)
     batch = make_batch(seed=0)
     wanted = oracle(model, batch)
@@ -150,10 +151,16 @@ def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks, engine,
     assert metrics["actor/grad_norm"] == pytest.approx(float(sum(squares)) ** 0.5, rel=2e-5)
 
 
-@pytest.mark.parametrize("train_first", [False, True])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_one_rank_scores_otherwise_ends_all(two_ranks, engine, train_first):
-    told = [json.loads((two_ranks / f"{engine}-refused-{train_first}-{rank}.json").read_text()) for rank in (0, 1)]
+@pytest.mark.parametrize(
+    "refusal",
+    slow_but(
+        [("fsdp2_train", "score"), ("deepspeed_train", "train")],
+        [(engine, first) for engine in ENGINES for first in ("score", "train")],
+    ),
+)
+def test_what_one_rank_scores_otherwise_ends_all(two_ranks, refusal):
+    engine, first = refusal
+    told = [json.loads((two_ranks / f"{engine}-refused-{first}-{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1] and told[0].startswith("HyperCLOVAXForCausalLM: ")
 
 

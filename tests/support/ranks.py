@@ -8,10 +8,11 @@ import random
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.multiprocessing
 from safetensors.torch import load_file, save_file
@@ -63,6 +64,22 @@ def run_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
         for process in processes.processes:
             process.kill()
         raise
+
+
+def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """The values of an argument that the tests of this file are to run with: the ranks need not do the others' work."""
+    here = [item for item in request.session.items if item.path == request.path]
+    calls = [item.callspec.params for item in here if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return list(dict.fromkeys(params[argument] for params in calls if argument in params))
+
+
+def slow_but(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
+    """Parameters, texts or tuples for one argument, of which the chosen ones are in the quick run."""
+    return [
+        pytest.param(one, id=one if isinstance(one, str) else "-".join(map(str, one)), marks=marks)
+        for one in every
+        for marks in [() if one in chosen else pytest.mark.slow]
+    ]
 
 
 def enter_rank(port: int, *, on_gpus: bool = False) -> None:

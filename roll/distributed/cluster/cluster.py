@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, StoreFullError, WorkerDiedError
+from roll.distributed.cluster.errors import (
+    NodeLostError,
+    PlacementError,
+    RpcTimeoutError,
+    StoreFullError,
+    WorkerDiedError,
+)
 from roll.distributed.cluster.hangs import Whereabouts, raise_if_stalled, waiting, waiting_tasks, write_stacks_on_signal
 from roll.distributed.cluster.ray_session import store_state
 from roll.distributed.cluster.reaper import MARK
@@ -325,6 +331,10 @@ _NODE_LOOK_S = 2.0
 _ALIVE_WAIT_S = 1.0
 """Time that a death may take to be known; Ray reports a killed process within some hundredths of a second."""
 
+NODE_VERDICT_S = 30.0
+"""Time in which Ray finds out whether a worker on another node that cannot be reached is dead: it knows of a process at
+once, and gives a node up after some missed signs of life."""
+
 _NOTICE_S = 600.0
 """Time without any answer after which the log says whose is missing, again and again."""
 
@@ -388,6 +398,8 @@ class Cluster:
         """Number of times that each rank was replaced."""
         self.handles: list[ActorHandle] = []
         """Ray actor handles in rank order; a restart replaces the rank's handle."""
+        self.lost: set[int] = set()
+        """Ranks that the role goes on without, see ``go_on_without``: calls reach the others."""
         self.whereabouts: dict[int, Whereabouts] = {}
         """The ranks' processes, once they are ready."""
         self._init_kwargs = dict(init_kwargs or {})
@@ -397,6 +409,16 @@ class Cluster:
     @property
     def world_size(self) -> int:
         return len(self.slots)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that calls reach: all but the lost ones."""
+        return [rank for rank in range(self.world_size) if rank not in self.lost]
+
+    @property
+    def present(self) -> list[ActorHandle | None]:
+        """``handles``, with ``None`` in the place of each lost rank."""
+        return [None if rank in self.lost else handle for rank, handle in enumerate(self.handles)]
 
     def start(self) -> None:
         """Starts every worker and waits until all have answered."""
@@ -430,7 +452,7 @@ class Cluster:
         """Like ``call`` without waiting; pass the references to ``gather``."""
         with self._stored(method, args):
             shared = tuple(_put_once(arg) for arg in args) if self.world_size > 1 else args
-        return self.submit_each(method, [shared] * self.world_size, **kwargs)
+        return self.submit_each(method, [shared] * len(self.ranks), **kwargs)
 
     def submit_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[ObjectRef]:
         """Like ``submit``, but each rank has positional arguments of its own.
@@ -438,15 +460,15 @@ class Cluster:
         Raises:
             ValueError: not one tuple of arguments per rank.
         """
-        if len(per_rank_args) != self.world_size:
+        if len(per_rank_args) != len(self.ranks):
             raise ValueError(
-                f"{self.name}.{method}: {len(per_rank_args)} argument tuples for {self.world_size} workers"
+                f"{self.name}.{method}: {len(per_rank_args)} argument tuples for {len(self.ranks)} workers"
             )
         with self._stored(method, per_rank_args):
             if self.world_size > 1:
                 kwargs = {key: _put_once(value) for key, value in kwargs.items()}
-            ranks = enumerate(per_rank_args)
-            return [getattr(self._handle(rank), method).remote(*args, **kwargs) for rank, args in ranks]
+            calls = zip(self.ranks, per_rank_args, strict=True)
+            return [getattr(self._handle(rank), method).remote(*args, **kwargs) for rank, args in calls]
 
     @contextmanager
     def _stored(self, call: str, args: Any) -> Iterator[None]:
@@ -472,7 +494,7 @@ class Cluster:
         """
         import ray
 
-        rank_of = dict(zip(refs, range(self.world_size) if ranks is None else ranks, strict=True))
+        rank_of = dict(zip(refs, self.ranks if ranks is None else ranks, strict=True))
         limit = self.rpc_timeout if timeout is None else timeout
         started = time.monotonic()
         results: dict[ObjectRef, Any] = {}
@@ -515,16 +537,18 @@ class Cluster:
         except ray.exceptions.RayError as error:
             self._raise(error, rank, call)
 
-    def alive(self) -> list[bool]:
-        """Tells whether each rank's process exists. A busy or hung worker is alive. Takes at most a second."""
+    def dead(self) -> list[int]:
+        """The ranks whose process is gone, without the lost ones. A busy or hung worker is none of them.
+
+        Takes at most a second.
+        """
         import ray
 
         if not self.handles:
-            return [False] * self.world_size
-        refs: list[Any] = [handle.ping.remote() for handle in self.handles]
-        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_ALIVE_WAIT_S)
-        dead = {ref for ref in answered if _is_death(ref)}
-        return [ref not in dead for ref in refs]
+            return self.ranks
+        refs: dict[Any, int] = {self.handles[rank].ping.remote(): rank for rank in self.ranks}
+        answered, _ = ray.wait([*refs], num_returns=len(refs), timeout=_ALIVE_WAIT_S)
+        return sorted(refs[ref] for ref in answered if _is_death(ref))
 
     def restart(self, rank: int) -> None:
         """Replaces the rank by a fresh worker in the same place, killing the old one if it still runs.
@@ -533,7 +557,7 @@ class Cluster:
         nothing else: set it up again, and its process group too.
 
         Raises:
-            WorkerDiedError: its node is gone, and its devices with it.
+            NodeLostError: its node is gone, and its devices with it.
         """
         import ray
 
@@ -555,6 +579,17 @@ class Cluster:
         patience = max(_ALIVE_WAIT_S, deadline - time.monotonic())
         (self.whereabouts[rank],) = self.gather(ready, call="restart", ranks=[rank], timeout=patience)
 
+    def go_on_without(self, error: NodeLostError) -> None:
+        """Leaves out a rank whose node is gone from now on.
+
+        Raises:
+            NodeLostError: no other rank is left.
+        """
+        if self.ranks == [error.rank]:
+            raise error
+        self.lost.add(error.rank)
+        logger.warning("%s; %s goes on with %d of %d workers", error, self.name, len(self.ranks), self.world_size)
+
     def _leave_lost_node(self, rank: int) -> bool:
         """Gives a rank whose node is gone a place on a living one; tells whether it has."""
         import ray
@@ -567,7 +602,7 @@ class Cluster:
         name = f"node {known[nodes[slot.node].node_id]['NodeManagerHostname']} ({nodes[slot.node].node_id})"
         if slot.devices or not living:
             reason = f"{name} is gone, and this rank's devices {', '.join(map(str, slot.devices))} with it"
-            raise WorkerDiedError(self.name, rank, "restart", self.current_step, reason)
+            raise NodeLostError(self.name, rank, "restart", self.current_step, reason)
         crowded = Counter(other.node for other in self.slots)
         target = min(living, key=lambda index: crowded[index])
         logger.warning("%s rank %d: %s is gone, it goes to %s", self.name, rank, name, nodes[target].node_id)
@@ -632,10 +667,17 @@ class Cluster:
             raise StoreFullError(self.name, call, self.current_step, None, store_state()) from None
         cause.add_note(f"in {self.name} rank {rank}, call {call}, step {self.current_step}; traceback there:")
         cause.add_note(_plain(str(error)))
+        dead = self.dead() if self.world_size > 1 else []
         # A peer's death reaches the survivors as a broken connection, often before Ray reports the death itself.
-        dead = [other for other, is_alive in enumerate(self.alive()) if not is_alive] if self.world_size > 1 else []
+        deadline = time.monotonic() + NODE_VERDICT_S
+        apart = isinstance(cause, RuntimeError) and len({slot.node for slot in self.slots}) > 1
+        while apart and not dead and time.monotonic() < deadline:
+            time.sleep(_ALIVE_WAIT_S)
+            dead = self.dead()
         if dead:
-            reason = f"its process is gone; rank {rank} then failed with {type(cause).__name__}"
+            at = self.whereabouts.get(dead[0])
+            place = f"process {at.pid} on node {at.node_id}" if at else "its process"
+            reason = f"{place} is gone; rank {rank} then failed with {type(cause).__name__}"
             raise WorkerDiedError(self.name, dead[0], call, self.current_step, reason) from cause
         raise cause from None
 

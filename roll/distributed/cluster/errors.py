@@ -41,6 +41,10 @@ class WorkerDiedError(ClusterError):
         return f"{self.role} rank {self.rank} died in {self.call}{_at(self.step)}: {self.reason}"
 
 
+class NodeLostError(WorkerDiedError):
+    """A worker cannot be replaced, as its node is gone, and its devices with it."""
+
+
 class RpcTimeoutError(ClusterError, TimeoutError):
     """Some workers did not reply in time; their processes may still be running."""
 

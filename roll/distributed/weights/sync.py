@@ -65,7 +65,7 @@ class WeightSync:
             ClusterError: a worker died or hangs.
         """
         self.version, self._keeper = version, None
-        self._behind = set(range(self._generator.world_size))
+        self._behind = set(self._generator.ranks)
         self._catch_up()
 
     def restore(self, *ranks: int) -> None:
@@ -77,7 +77,7 @@ class WeightSync:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        ranks, lost = sorted(self._behind), dict[int, str]()
+        ranks, lost = sorted(self._behind.intersection(self._generator.ranks)), dict[int, str]()
         if self._adapter_only:
             if new := [rank for rank in ranks if rank not in self._have_base]:
                 lost = self._deliver("weights", new, keep=False)

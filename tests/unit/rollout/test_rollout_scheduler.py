@@ -88,7 +88,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def folder(started: Cluster) -> Path:
     folder: Path = started.folder  # type: ignore[attr-defined]
     # What the test before has given up may still be on its way.
-    wait_until(lambda: all(started.alive()) and not sum(started.call("busy") + started.call("busy")))
+    wait_until(lambda: not started.dead() and not sum(started.call("busy") + started.call("busy")))
     for path in folder.iterdir():
         path.unlink()
     return folder
@@ -99,9 +99,8 @@ def scheduler(started: Cluster, folder: Path) -> Callable[..., RolloutScheduler]
     def make(**options: Any) -> RolloutScheduler:
         def recover(error: BaseException) -> None:
             make.errors.append(error)  # type: ignore[attr-defined]
-            for rank, alive in enumerate(started.alive()):
-                if not alive:
-                    started.restart(rank)
+            for rank in started.dead():
+                started.restart(rank)
 
         make.errors = []  # type: ignore[attr-defined]
         return RolloutScheduler(PLAN, started, **{"recover": recover, "rpc_timeout": 30.0, **options})

@@ -1,0 +1,83 @@
+"""A run on three Ray nodes, of which two are lost: one that only generates, then one that trains; it resumes on two."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.warm.start import warm_environment
+
+STEPS = 3
+
+MACHINES = """
+import sys
+from ray.cluster_utils import Cluster
+
+machines = Cluster()
+node = {"num_cpus": 2, "object_store_memory": 2**27, "include_dashboard": False}
+for head in ({"_system_config": {"health_check_period_ms": 1000}}, {}, {}):
+    machines.add_node(**node, **head)
+print(machines.address, flush=True)
+others = sorted(machines.worker_nodes, key=lambda node: node.node_id)  # as the driver numbers them
+for line in sys.stdin:
+    if line == "another\\n":
+        changed = machines.add_node(**node)
+    else:
+        changed = others[int(line) - 1]
+        machines.remove_node(changed, allow_graceful=False)
+    print(changed.node_id, flush=True)
+machines.shutdown()
+"""
+
+
+@pytest.fixture
+def machines() -> Iterator[subprocess.Popen[str]]:
+    """Three nodes with two slots each.
+
+    A number on its input ends that node as a power cut would, ``another`` starts one; it answers with the node's id.
+    """
+    environment = {**os.environ, **warm_environment()}
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MACHINES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    yield process
+    process.communicate(timeout=180)
+
+
+def said(process: subprocess.Popen[str], order: str = "") -> str:
+    assert process.stdin and process.stdout
+    if order:
+        process.stdin.write(f"{order}\n")
+        process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.timeout(600)
+def test_a_run_outlives_a_node_that_generates_and_after_one_that_trains_goes_on_with_fewer_ranks(rlvr, machines):
+    address, steps = said(machines), (f"max_steps={STEPS}", "max_worker_restarts=9")
+    layout = ("num_nodes=3", "actor_train.device_mapping=[0,2]", "actor_infer.device_mapping=[1,4]")
+    layout += ("actor_train.training_args.per_device_train_batch_size=4",)  # of two ranks
+    orders = ("hold-actor_infer-1-generate-1", "hold-actor_train-1-train-2")
+    run = rlvr(*steps, *layout, address=address, orders=orders)
+    run.pid_at("actor_infer-1-generate-1")
+    generates = said(machines, "2")
+    run.pid_at("actor_train-1-train-2")
+    trains = said(machines, "1")
+    run.ended(1)
+    assert f"{generates}) is gone" in run.output and "actor_infer goes on with 1 of 2 workers" in run.output
+    assert "actor_train rank 1 died" in run.output and f"on node {trains} is gone" in run.output.replace("\n", " ")
+    assert run.checkpoint(1).exists()
+    assert run.summary["steps"] == 1
+
+    said(machines, "another")
+    layout = ("num_nodes=2", "actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0,2]")
+    resumed = rlvr(*steps, *layout, "resume_from_checkpoint=true", address=address).ended()
+    whole = rlvr(f"max_steps={STEPS}", output="whole").ended()
+    assert resumed.summary["steps"] == STEPS
+    found, expected = resumed.tensors(STEPS), whole.tensors(STEPS)
+    for name in [name for name in expected if name.startswith("actor_train/model")]:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5, msg=name)
