@@ -30,7 +30,7 @@ import torch
 
 from roll.algorithms.types import TokenScores
 from roll.configs.worker import WorkerConfig
-from roll.data.batch import Batch, to_arrays
+from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster, Worker, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
@@ -102,7 +102,7 @@ def send_whole(cluster: Cluster, batch: Batch) -> Batch:
 
 
 def send_arrays(cluster: Cluster, batch: Batch) -> dict[str, np.ndarray]:
-    arrays = to_arrays(batch)
+    arrays = {name: column.numpy() for name, column in _columns(batch)}
     half = NUM_SEQUENCES // 2
     cuts = {"B": half, "T": int(batch.lengths_B[:half].sum())}
     halves = [

@@ -225,7 +225,12 @@ def ids(size: int) -> np.ndarray:
 def answer(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, log-probs and versions of an answer in a row of that length."""
     size = length - length // PROMPT_SHARE
-    return ids(size), np.full(size, -0.5, dtype=np.float32), np.zeros(size, dtype=np.int64)
+    return ids(size), log_probs(size), np.zeros(size, dtype=np.int64)
+
+
+def log_probs(size: int) -> np.ndarray:
+    """Numbers that differ from token to token."""
+    return -np.arange(1, size + 1, dtype=np.float32) / size
 
 
 class Player(RolloutWorker):
@@ -264,7 +269,7 @@ class Scores(Worker):
         return RankInfo(self.rank, self.world_size, self.rank, self.world_size)
 
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
-        return TokenScores(torch.full((batch.num_tokens,), -0.5) * batch.loss_mask_T)
+        return TokenScores(torch.from_numpy(log_probs(batch.num_tokens)) * batch.loss_mask_T)
 
     def train(self, batch: Batch, steps: Sequence[Sequence[int]]) -> list[Metrics]:
         return [{"actor/loss": 0.0, "actor/grad_norm": 1.0} for _ in steps]
@@ -331,6 +336,7 @@ def configuration(folder: Path, rows: int, length: int, trainers: int) -> RLVRCo
         "use_kl_loss": "true",
         "kl_loss_coef": 0.01,
         "num_written_groups": 0,
+        "probe": "off",
         "profiler.peak_tflops": 989,
     }
     return load_config(RLVRConfig, "rlvr_math", overrides=[f"{key}={value}" for key, value in overrides.items()])

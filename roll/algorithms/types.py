@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch, from_arrays
+from roll.data.batch import Batch, from_arrays, to_arrays
 from roll.data.columns import UNKNOWN, Column, columns_of
 
 
@@ -83,7 +83,7 @@ class TokenScores:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``Batch`` does; scores without gradient, in host memory."""
-        return from_arrays, (TokenScores.of, {name: column.numpy() for name, column in self.columns.items()})
+        return from_arrays, (TokenScores.of, to_arrays(self.columns))
 
 
 @dataclass(frozen=True)

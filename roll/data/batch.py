@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.columns import UNKNOWN, Column, Item, columns_of, is_per_token, suffix
+from roll.data.columns import UNKNOWN, Column, Item, columns_of, compact, expand, is_per_token, suffix
 
 Columns = TypeVar("Columns")
 
@@ -285,7 +285,7 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""
-        return from_arrays, (Batch, to_arrays(self))
+        return from_arrays, (Batch, to_arrays(vars(self)))
 
 
 def _spread(unit_R: Tensor, num_parts: int, load_R: Tensor) -> tuple[list[Tensor], list[int]]:
@@ -320,15 +320,15 @@ def placeholder(batch: Batch) -> Batch:
     return Batch(**blank)
 
 
-def to_arrays(columns: Any) -> dict[str, Any]:
-    """The columns of a dataclass that are set: tensors as NumPy arrays that share their memory, items as they are."""
-    found = {f.name: v for f in fields(columns) if (v := getattr(columns, f.name)) is not None}
-    return {name: v if isinstance(v, tuple) else v.numpy() for name, v in found.items()}
+def to_arrays(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns to be sent: of tensors NumPy arrays (``compact``) that share their memory, items as they are."""
+    return {name: v if isinstance(v, tuple) else compact(v.numpy()) for name, v in columns.items() if v is not None}
 
 
-def from_arrays(make: Callable[..., Columns], arrays: dict[str, Any]) -> Columns:
+def from_arrays(make: Callable[..., Columns], arrays: Mapping[str, Any]) -> Columns:
     """Its inverse. Columns are never written in place, so views of read-only memory will do."""
     with warnings.catch_warnings():
         # Arrays out of Ray's object store are read-only.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return make(**{name: v if isinstance(v, tuple) else torch.from_numpy(v) for name, v in arrays.items()})
+        found = {name: v if isinstance(v, tuple) else torch.from_numpy(expand(v)) for name, v in arrays.items()}
+        return make(**found)

@@ -39,8 +39,10 @@ ExpertArray: TypeAlias = npt.NDArray[np.int16]
 UNKNOWN = -1
 """Entry of a column, such as the experts of a token, where nothing is known."""
 
-_WORTH_NARROWING = 4096
+_WORTH_COMPACTING = 4096
 """Bytes of an array that is sent in fewer; of others the time counts."""
+_LEAST_RUN = 8
+"""Equal neighbours, on average, from which on their number is worth its bytes."""
 
 Record = TypeVar("Record")
 
@@ -140,7 +142,7 @@ def distinct(items: Iterable[Item], known: dict[str, Item]) -> tuple[Item, ...]:
 
 @dataclass(frozen=True)
 class Records(Generic[Record]):
-    """Many records of one class: an array for each column of arrays, a list for each other."""
+    """Many records of one class: an array (``compact``) for each column of arrays, a list for each other."""
 
     kind: type[Record]
     values: dict[str, Any]
@@ -171,7 +173,7 @@ class Records(Generic[Record]):
                 if declared.axis is Axis.SAMPLED:
                     sampled = own if sampled is None else sampled
                     own = sampled if own == sampled else _checked(kind, name, own, sampled)
-                values[name], lengths[name] = narrow(join(entries, declared)), own
+                values[name], lengths[name] = compact(join(entries, declared)), own
             elif declared.axis is Axis.SHARED:
                 values[name] = _Shared.of(entries)
             elif declared.axis is Axis.ITEM:
@@ -191,7 +193,7 @@ class Records(Generic[Record]):
     def _entries(self, name: str) -> Iterable[Any]:
         values = self.values[name]
         declared = columns_of(self.kind)[name]
-        return cut(values, self.lengths[name], declared) if name in self.lengths else values
+        return cut(expand(values), self.lengths[name], declared) if name in self.lengths else values
 
 
 def _checked(kind: type, name: str, lengths: list[int], expected: list[int]) -> list[int]:
@@ -210,12 +212,46 @@ def join(entries: Iterable[np.ndarray | None], declared: Column) -> np.ndarray:
     return np.concatenate(known, dtype=declared.dtype, casting="unsafe")
 
 
-def narrow(values: np.ndarray) -> np.ndarray:
-    """Integers in the fewest bytes that hold all of them, to be sent; a small array stays as it is.
+@dataclass(frozen=True)
+class Compact:
+    """A large array in fewer bytes, to be sent."""
 
-    Ids of tokens need half of their eight bytes, the versions of weights one.
+    values: np.ndarray
+    dtype: np.dtype[Any]
+    counts: IntArray | None = None
+    """How often each value stands in a row; ``None``: once."""
+
+
+def compact(values: np.ndarray) -> np.ndarray | Compact:
+    """An array to be sent: equal neighbours once, integers in the fewest bytes that hold them; ``expand`` undoes it.
+
+    Masks, turns, versions, and advantages of whole episodes so cost bytes by the row and not by the token, ids of
+    tokens half of their eight bytes. Equal means equal bits. Where nothing is saved, and if it is small, the array
+    stays as it is.
     """
-    if values.dtype.kind != "i" or values.nbytes < _WORTH_NARROWING:
+    if values.nbytes < _WORTH_COMPACTING:
+        return values
+    found = _narrow(values)
+    if values.ndim == 1:
+        bits = values.view(f"u{values.itemsize}")
+        changes = bits[1:] != bits[:-1]
+        if _LEAST_RUN * np.count_nonzero(changes) < len(changes):
+            ends = np.append(changes.nonzero()[0], len(changes))
+            return Compact(found[ends], values.dtype, _narrow(np.diff(ends, prepend=-1)))
+    return values if found is values else Compact(found, values.dtype)
+
+
+def expand(sent: np.ndarray | Compact) -> np.ndarray:
+    """The array that ``compact`` was given."""
+    if not isinstance(sent, Compact):
+        return sent
+    values = sent.values.astype(sent.dtype, copy=False)
+    return values if sent.counts is None else np.repeat(values, sent.counts)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Integers in the fewest bytes that hold all of them."""
+    if values.dtype.kind != "i":
         return values
     low, high = values.min(), values.max()
     kinds = (np.int8, np.int16, np.int32, np.int64)

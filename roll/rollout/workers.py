@@ -25,7 +25,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import ray
 
-from roll.data.columns import Axis, IntArray, Records, columns_along, columns_of, continued, join, narrow
+from roll.data.columns import (
+    Axis,
+    Compact,
+    IntArray,
+    Records,
+    columns_along,
+    columns_of,
+    compact,
+    continued,
+    expand,
+    join,
+)
 from roll.data.identity import identity
 from roll.data.requests import Completion, GenerateFn
 from roll.distributed.cluster.cluster import Cluster, Worker
@@ -60,9 +71,9 @@ class FlatGroups:
     """Where each turn's row, answer and end lie in its group's tokens."""
     num_tokens: list[int]
     """Of each group."""
-    tokens: IntArray
+    tokens: IntArray | Compact
     """Prompts and answers, one group after the other."""
-    per_token: dict[str, tuple[np.ndarray, list[Range | None]]]
+    per_token: dict[str, tuple[np.ndarray | Compact, list[Range | None]]]
     """Columns along tokens, by name, and which rows of them each turn adds to its row."""
 
     @classmethod
@@ -90,9 +101,9 @@ class FlatGroups:
             completions=Records.of(Completion, completions, leave=("token_ids", *_PER_TOKEN)),
             places=layout.places,
             num_tokens=num_tokens,
-            tokens=narrow(join(layout.tokens, declared["token_ids"])),
+            tokens=compact(join(layout.tokens, declared["token_ids"])),
             per_token={
-                name: (narrow(join(layout.per_token[name], declared[name])), layout.added[name])
+                name: (compact(join(layout.per_token[name], declared[name])), layout.added[name])
                 for name in _PER_TOKEN
                 if layout.per_token[name]
             },
@@ -116,10 +127,10 @@ class FlatGroups:
         rows: list[tuple[int, int, int]] = []
         """Group, start and length of each turn's row up to its end."""
         turns, counts = iter(self.places), iter(self.num_turns)
-        first = 0
+        first, every = 0, expand(self.tokens)
         for number, ((count, has_baseline), length) in enumerate(zip(self.members, self.num_tokens, strict=True)):
             # Copied: a group that is kept for long must not keep the others.
-            tokens = self.tokens[first : first + length].astype(np.int64)
+            tokens = every[first : first + length].astype(np.int64)
             first += length
             for start, middle, end in islice(turns, sum(islice(counts, count + has_baseline))):
                 prompts.append(tokens[start:middle])
@@ -180,10 +191,10 @@ class _Layout:
 
 
 def _grown(
-    name: str, rows: Sequence[tuple[int, int, int]], values: np.ndarray, added: Sequence[Range | None]
+    name: str, rows: Sequence[tuple[int, int, int]], sent: np.ndarray | Compact, added: Sequence[Range | None]
 ) -> Iterator[np.ndarray | None]:
     """The column of each turn, for all tokens of its row so far."""
-    declared = columns_of(Completion)[name]
+    declared, values = columns_of(Completion)[name], expand(sent)
     known: dict[tuple[int, int], np.ndarray] = {}
     for (group, start, length), place in zip(rows, added, strict=True):
         if place is None:
