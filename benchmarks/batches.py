@@ -31,11 +31,12 @@ import torch
 from roll.algorithms.types import TokenScores
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.cluster.cluster import Cluster, Worker, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.pipeline.model_cluster import ModelCluster
+from roll.pipeline.workers import ScoreWorker
 from roll.utils.memory import keep_freed_memory
 
 LIMIT_MS = 50.0
@@ -43,7 +44,7 @@ NUM_SEQUENCES, GROUP_SIZE = 1024, 8
 FLOATS = ("rewards_T", "rollout_logprobs_T", "old_logprobs_T", "advantages_T", "returns_T")
 
 
-class EchoWorker(Worker):
+class EchoWorker(ScoreWorker):
     """Gives back what it is given."""
 
     def setup(self, context: StrategyContext) -> RankInfo:

@@ -41,13 +41,13 @@ import numpy as np
 import ray
 import torch
 
-from roll.algorithms.types import TokenScores
+from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.loader import load_config
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
 from roll.data.columns import Records
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
-from roll.distributed.cluster.cluster import Cluster, Worker, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_placement
 from roll.distributed.strategy.base import Metrics, RankInfo
@@ -57,6 +57,7 @@ from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.profiling import PhaseTimer, Span, host_memory
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
+from roll.pipeline.workers import TrainWorker
 from roll.rollout.env_manager import EpisodeSpec
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import Outcomes
@@ -112,6 +113,34 @@ class Packed:
         return len(self.stream) + sum(map(len, self.arrays))
 
 
+class Store:
+    """Stands in for Ray's object store: what the driver puts there and gets passes through its process."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.held: list[Packed] = []
+
+    def put(self, value: Any) -> Key:
+        packed = Packed.of(value)
+        if threading.current_thread() is threading.main_thread():
+            self._meter.sent += packed.num_bytes
+        self.held.append(packed)
+        return Key(len(self.held) - 1)
+
+    def get(self, keys: Sequence[Key]) -> list[Any]:
+        found = [self.held[key.number] for key in keys]
+        if threading.current_thread() is threading.main_thread():
+            self._meter.received += sum(packed.num_bytes for packed in found)
+        return [packed.value() for packed in found]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Stands in for ``ray.ObjectRef`` of what is in the store."""
+
+    number: int
+
+
 class Loop:
     """The thread that all stubs live in."""
 
@@ -125,7 +154,7 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """Stands in for ``ray.ObjectRef``."""
+    """Stands in for ``ray.ObjectRef`` of a call."""
 
     done: Future[Packed]
 
@@ -143,15 +172,12 @@ class Handle:
         return SimpleNamespace(remote=partial(self._remote, method))
 
     def _remote(self, method: str, *args: Any) -> Ref:
-        own = Packed.of([None if isinstance(arg, Packed) else arg for arg in args])
+        own = Packed.of(args)
         self._meter.sent += own.num_bytes
-        return Ref(self._loop.start(self._call(method, own, args)))
+        return Ref(self._loop.start(self._call(method, own)))
 
-    async def _call(self, method: str, own: Packed, args: Sequence[Any]) -> Packed:
-        given = (
-            stored.value() if isinstance(stored, Packed) else mine
-            for stored, mine in zip(args, own.value(), strict=True)
-        )
+    async def _call(self, method: str, own: Packed) -> Packed:
+        given = [ray.get([arg])[0] if isinstance(arg, Key) else arg for arg in own.value()]
         result = getattr(self._worker, method)(*given)
         return Packed.of(await result if asyncio.iscoroutine(result) else result)
 
@@ -262,22 +288,24 @@ class Player(RolloutWorker):
         )
 
 
-class Scores(Worker):
+class Model:
+    """Knows the log-probs of tokens at once, and does not train."""
+
+    def logprobs(self, batch: Batch) -> TokenScores:
+        return TokenScores(torch.from_numpy(log_probs(batch.num_tokens)) * batch.loss_mask_T)
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
+        assert batch.tokens_T is not None and batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
+        return {"actor/loss": 0.0, "actor/grad_norm": 1.0}
+
+
+class Scores(TrainWorker):
     """A trainer or reference without a model."""
 
     def place(self) -> RankInfo:
+        self.strategy: Any = Model()
+        self.loss_fn: Any = None
         return RankInfo(self.rank, self.world_size, self.rank, self.world_size)
-
-    def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
-        return TokenScores(torch.from_numpy(log_probs(batch.num_tokens)) * batch.loss_mask_T)
-
-    def train(self, batch: Batch, steps: Sequence[Sequence[int]]) -> list[Metrics]:
-        return [{"actor/loss": 0.0, "actor/grad_norm": 1.0} for _ in steps]
-
-    def set_loss(self, *args: Any) -> None: ...
-
-    def take_idle_s(self) -> float:
-        return 0.0
 
 
 # --- the step
@@ -390,7 +418,7 @@ def run_step(config: RLVRConfig, meter: Meter, folder: Path, players: Any, score
     if step.unreported["rollout/episodes"] != groups * MEMBERS or "actor/loss" not in step.unreported:
         raise SystemExit(f"not a whole step: {step.unreported}")
     last = meter.moments.get("last group", 0.0)
-    first = {what: meter.moments.get(f"first {what}", 0.0) - last for what in ("logprobs", "train")}
+    first = {what: meter.moments.get(f"first {what}", 0.0) - last for what in ("score", "train")}
     return Cost(dict(session.cpu), meter.sent, meter.received, first)
 
 
@@ -470,15 +498,10 @@ def stub_step(folder: Path, meter: Meter, rows: int, length: int) -> tuple[Cost,
 
 @contextmanager
 def pretended_store() -> Iterator[Meter]:
-    """``ray.put`` without Ray."""
+    """``ray.put`` and ``ray.get`` without Ray."""
     meter = Meter()
-
-    def stored(value: Any) -> Packed:
-        packed = Packed.of(value)
-        meter.sent += packed.num_bytes
-        return packed
-
-    with patch.object(ray, "put", stored):
+    store = Store(meter)
+    with patch.multiple(ray, put=store.put, get=store.get):
         yield meter
 
 

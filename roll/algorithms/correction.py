@@ -131,6 +131,20 @@ def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
     return trained_T[batch.loss_mask_T].double(), generated_T[batch.loss_mask_T].double()
 
 
+def mismatch_of_rows(batch: Batch) -> Tensor | None:
+    """``mismatch_BK`` of a batch; ``None`` where one of the two columns is absent. NaN where a log-prob is not finite.
+
+    Sums of rows, so that it does not matter which rank has which row.
+    """
+    if batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
+        return None
+    mask_T, count = batch.loss_mask_T, batch.num_sequences
+    row_M = batch.rows_T[mask_T]
+    d_M = batch.rollout_logprobs_T[mask_T].double() - batch.old_logprobs_T[mask_T].double()
+    most_B = torch.zeros(count, dtype=torch.float64).scatter_reduce(0, row_M, d_M.abs(), "amax")
+    return torch.stack([sums(d_M.abs(), row_M, count), most_B, sums(k3(d_M), row_M, count)], 1)
+
+
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
     """Differences between ``rollout_logprobs_T`` and ``old_logprobs_T`` over sampled tokens.
 
@@ -139,13 +153,13 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
         ``mismatch/k3``, the estimated KL of the rollout engine's distribution to the training engine's. All are 0 when
         the engines agree; empty when either column is absent or nothing was sampled.
     """
-    if batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
+    require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
+    found_BK = mismatch_of_rows(batch) if batch.mismatch_BK is None else batch.mismatch_BK
+    num_tokens = int(batch.loss_mask_T.sum())
+    if found_BK is None or not num_tokens:
         return {}
-    trained_M, generated_M = engine_logprobs(batch, "mismatch_metrics")
-    d_M = generated_M - trained_M
-    if len(d_M) == 0:
-        return {}
-    return dict(zip(MISMATCH, (float(d_M.abs().mean()), float(d_M.abs().max()), float(k3(d_M).mean())), strict=True))
+    total, largest, kl = found_BK[:, 0].sum(), found_BK[:, 1].max(), found_BK[:, 2].sum()
+    return dict(zip(MISMATCH, (float(total / num_tokens), float(largest), float(kl / num_tokens)), strict=True))
 
 
 def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConfig) -> dict[str, float]:

@@ -167,7 +167,8 @@ class Episodes:
     def with_estimates(self, batch: Batch, advantage_M: Tensor, return_M: Tensor) -> Batch:
         """The batch with advantages and returns of its sampled tokens."""
         return batch.replace(
-            advantages_T=self.scatter(advantage_M, batch.tokens_T), returns_T=self.scatter(return_M, batch.tokens_T)
+            advantages_T=self.scatter(advantage_M, batch.loss_mask_T),
+            returns_T=self.scatter(return_M, batch.loss_mask_T),
         )
 
     def of_episode(self, column_B: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def shape_rewards(batch: Batch, shaping: RewardShaping, running: RunningStats) -
         "reward/shaped_mean": mean(shaped_J),
         "reward/clip_frac": mean((shaped_J != normalised_J).double()),
     }
-    return batch.replace(rewards_T=episodes.scatter(rewards_M, batch.tokens_T)), metrics
+    return batch.replace(rewards_T=episodes.scatter(rewards_M, batch.loss_mask_T)), metrics
 
 
 def overlong_penalties(lengths: Tensor, overlong: Overlong) -> Tensor:

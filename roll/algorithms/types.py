@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Annotated, Any, TypeAlias
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch, from_arrays, to_arrays
-from roll.data.columns import UNKNOWN, Column, columns_of
+from roll.data.columns import UNKNOWN, Column, columns_of, is_per_token
+from roll.data.stored import Arrays, Block, Stored, joined, may_be_stored, store
 
 
+@may_be_stored
 @dataclass(frozen=True)
 class TokenScores:
     """What a model computes for a batch's tokens; flat [T] tensors aligned with the token that they describe."""
@@ -49,6 +51,8 @@ class TokenScores:
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
     experts_TE: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
     """int16 [T, E] the experts that each token itself went through, layer by layer; -1 where that is not known."""
+    mismatch_BK: Tensor | None = None
+    """As in ``Batch``."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns of quantities (``roll.algorithms.quantities``) that have no field here, by name."""
 
@@ -75,15 +79,44 @@ class TokenScores:
                     columns[name][place] = values.cpu()
         return cls.of(**columns)
 
+    @classmethod
+    def joined(cls, lengths_B: Tensor, rows: Sequence[Tensor], parts: Sequence[TokenScores]) -> TokenScores:
+        """The scores of a batch from stored ones of its parts, which have these rows of it; others are unset."""
+        own = columns_of(cls)
+        columns: dict[str, Any] = {}
+        for name in parts[0].as_they_are:
+            of_parts = [part.as_they_are[name] for part in parts]
+            if isinstance(of_parts[0], Stored):
+                column = joined(of_parts, lengths_B, rows, own.get(name, Column()).unset)
+                columns[name] = (
+                    column if name in own else column.value
+                )  # what is in ``others`` is not fetched by itself
+            else:
+                values_RK = torch.cat(of_parts)
+                found_BK = values_RK.new_zeros(len(lengths_B), values_RK.shape[1])
+                columns[name] = found_BK.index_copy(0, torch.cat([*rows]), values_RK)
+        return cls.of(**columns)
+
+    def stored(self, lengths_B: Tensor, put: Callable[[Arrays], Block]) -> TokenScores:
+        """The same, its columns over tokens in a block; of rows of these lengths."""
+        columns: dict[str, Any] = {**store(self.columns, lengths_B, put), "mismatch_BK": self.mismatch_BK}
+        return TokenScores.of(**columns)
+
     @property
     def columns(self) -> dict[str, Tensor]:
-        """All columns that are set, by name."""
+        """All columns over tokens that are set, by name, in place."""
+        own = {name: getattr(self, name) for name in columns_of(TokenScores) if is_per_token(name)}
+        return {name: column for name, column in own.items() if column is not None} | {**self.others}
+
+    @property
+    def as_they_are(self) -> dict[str, Any]:
+        """All columns that are set, by name; stored ones are not fetched."""
         own = {name: column for name, column in vars(self).items() if name != "others" and column is not None}
         return {**own, **self.others}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``Batch`` does; scores without gradient, in host memory."""
-        return from_arrays, (TokenScores.of, to_arrays(self.columns))
+        return from_arrays, (TokenScores.of, to_arrays(self.as_they_are))
 
 
 @dataclass(frozen=True)
@@ -145,7 +178,7 @@ def require_columns(batch: Batch, user: str, *names: str) -> tuple[Tensor, ...]:
     Raises:
         ValueError: a column is not set.
     """
-    if missing := [name for name in names if getattr(batch, name) is None]:
+    if missing := [name for name in names if vars(batch)[name] is None]:
         raise ValueError(f"{user} needs Batch.{', Batch.'.join(missing)}, which is not set")
     return tuple(getattr(batch, name) for name in names)
 
@@ -160,6 +193,8 @@ def require_scores(column_T: Tensor | None, user: str, name: str) -> Tensor:
 def require_finite(batch: Batch, *names: str) -> None:
     """Raises ``ValueError`` if a column holds NaN or infinity, and says where. Columns that are unset pass."""
     for name in names:
+        if isinstance(stored := vars(batch)[name], Stored) and stored.is_finite:
+            continue
         column = getattr(batch, name)
         if column is None:
             continue

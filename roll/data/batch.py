@@ -12,7 +12,6 @@ Example: two sequences ``[5, 6, 7]`` and ``[8, 9]`` of which the last two and th
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.columns import UNKNOWN, Column, Item, columns_of, compact, expand, is_per_token, suffix
+from roll.data.columns import UNKNOWN, Column, Compact, Item, columns_of, compact, expand, is_per_token, suffix
+from roll.data.stored import Places, Stored, may_be_stored, read
 
 Columns = TypeVar("Columns")
 
@@ -37,6 +37,7 @@ def repeated(values: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
 
 
+@may_be_stored
 @dataclass(frozen=True, eq=False)
 class Batch:
     """B ragged sequences as flat tensors on the CPU. Optional fields are ``None`` until the step that computes them."""
@@ -84,6 +85,9 @@ class Batch:
     on_policy_B: Tensor | None = None
     """bool: the row is trained in the first optimizer step alone: its old policy is the one that trains, and its
     ``old_logprobs_T`` are 0, as nobody computed them."""
+    mismatch_BK: Tensor | None = None
+    """float64 [B, 3]: of the sampled tokens of each row, the sum and the maximum of the differences between
+    ``old_logprobs_T`` and ``rollout_logprobs_T``, and the sum of the estimated KL (``roll.algorithms.correction``)."""
     ref_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the reference model."""
     teacher_logprobs_T: Tensor | None = None
@@ -133,16 +137,15 @@ class Batch:
     the log-probs of these tokens are those among their sets. ``None``: all are of the whole vocabulary."""
 
     def __post_init__(self) -> None:
-        num_tokens = int(self.lengths_B.sum())
-        for f in fields(self):
-            value = getattr(self, f.name)
+        num_tokens = self.num_tokens
+        for name, value in vars(self).items():
             if value is None:
                 continue
-            expected = num_tokens if is_per_token(f.name) else len(self.lengths_B)
+            expected = num_tokens if is_per_token(name) else len(self.lengths_B)
             shape = (len(value),) if isinstance(value, tuple) else tuple(value.shape)
-            if shape[:1] != (expected,) or len(shape) != len(suffix(f.name)):
-                axes = ", ".join([str(expected), *suffix(f.name)[1:]])
-                raise ValueError(f"Batch.{f.name}: got shape {shape}, expected ({axes})")
+            if shape[:1] != (expected,) or len(shape) != len(suffix(name)):
+                axes = ", ".join([str(expected), *suffix(name)[1:]])
+                raise ValueError(f"Batch.{name}: got shape {shape}, expected ({axes})")
 
     @property
     def num_sequences(self) -> int:
@@ -150,7 +153,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens_T)
+        return int(self.lengths_B.sum())
 
     @property
     def samples(self) -> Tensor:
@@ -184,7 +187,12 @@ class Batch:
 
     def replace(self, **columns: Any) -> Batch:
         """A copy with the given fields exchanged."""
-        return dataclasses.replace(self, **columns)
+        return Batch(**{**vars(self), **columns})
+
+    def fetched(self) -> Batch:
+        """The batch with all columns in place."""
+        stored = {name: value for name, value in vars(self).items() if isinstance(value, Stored)}
+        return self.replace(**dict(zip(stored, read([*stored.values()]), strict=True)))
 
     def only(self, columns: Collection[str]) -> Batch:
         """A copy that has of the columns per token only these, tokens and loss mask; those per row stay."""
@@ -224,12 +232,16 @@ class Batch:
         rows = torch.as_tensor(rows, dtype=torch.int64)
         token_index = self.token_index(rows)
         columns: dict[str, Any] = {}
-        for f in fields(self):
-            values = getattr(self, f.name)
+        places: dict[Places, Places] = {}  # columns share them
+        for name, values in vars(self).items():
             if isinstance(values, tuple):
-                columns[f.name] = tuple(values[row] for row in rows.tolist())
+                columns[name] = tuple(values[row] for row in rows.tolist())
+            elif isinstance(values, Stored):
+                if values.places not in places:
+                    places[values.places] = values.places.select(rows.numpy())
+                columns[name] = values.select(rows.numpy(), places[values.places])
             elif values is not None:
-                columns[f.name] = values.index_select(0, token_index if is_per_token(f.name) else rows)
+                columns[name] = values.index_select(0, token_index if is_per_token(name) else rows)
         return Batch(**columns)
 
     def token_index(self, rows: Tensor | Sequence[int]) -> Tensor:
@@ -321,8 +333,9 @@ def placeholder(batch: Batch) -> Batch:
 
 
 def to_arrays(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns to be sent: of tensors NumPy arrays (``compact``) that share their memory, items as they are."""
-    return {name: v if isinstance(v, tuple) else compact(v.numpy()) for name, v in columns.items() if v is not None}
+    """Columns to be sent: of tensors NumPy arrays (``compact``) that share their memory, others as they are."""
+    found = {name: v for name, v in columns.items() if v is not None}
+    return {name: compact(v.numpy()) if isinstance(v, Tensor) else v for name, v in found.items()}
 
 
 def from_arrays(make: Callable[..., Columns], arrays: Mapping[str, Any]) -> Columns:
@@ -330,5 +343,8 @@ def from_arrays(make: Callable[..., Columns], arrays: Mapping[str, Any]) -> Colu
     with warnings.catch_warnings():
         # Arrays out of Ray's object store are read-only.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        found = {name: v if isinstance(v, tuple) else torch.from_numpy(expand(v)) for name, v in arrays.items()}
+        found = {
+            name: torch.from_numpy(expand(v)) if isinstance(v, np.ndarray | Compact) else v
+            for name, v in arrays.items()
+        }
         return make(**found)

@@ -249,6 +249,13 @@ def expand(sent: np.ndarray | Compact) -> np.ndarray:
     return values if sent.counts is None else np.repeat(values, sent.counts)
 
 
+def num_bytes(sent: np.ndarray | Compact) -> int:
+    """Bytes of an array to be sent."""
+    if not isinstance(sent, Compact):
+        return sent.nbytes
+    return sent.values.nbytes + (0 if sent.counts is None else sent.counts.nbytes)
+
+
 def _narrow(values: np.ndarray) -> np.ndarray:
     """Integers in the fewest bytes that hold all of them."""
     if values.dtype.kind != "i":

@@ -19,6 +19,8 @@ from torch import Tensor
 from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
 from roll.data.batch import Batch
+from roll.data.stored import joined, store
+from roll.distributed.cluster.blocks import RayBlock
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError
 from roll.distributed.cluster.resources import NodeKind
@@ -113,6 +115,8 @@ def _devices(cluster: Cluster, kinds: Collection[NodeKind]) -> frozenset[int]:
 
 
 _POLL_S = 0.2
+_OF_ROLLOUTS = ("tokens_T", "rollout_logprobs_T", "experts_TE")
+"""Columns over tokens that come from rollouts, and differ from token to token."""
 
 
 def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed: int) -> list[Tensor]:
@@ -139,6 +143,12 @@ def steps_with_tokens(batch: Batch, steps: Sequence[Tensor]) -> list[Tensor]:
     """The optimizer steps that have something to learn from; masks may have left nothing of others."""
     has_loss_B = batch.loss_tokens_B > 0
     return [rows for rows in steps if has_loss_B[rows].any()]
+
+
+def take_fetched() -> Metrics:
+    """``memory/fetched_gb``: what the driver has fetched since the last call of columns that were left in blocks."""
+    num_bytes, RayBlock.fetched_bytes = RayBlock.fetched_bytes, 0
+    return {"memory/fetched_gb": num_bytes / 1e9}
 
 
 class Scorer(Protocol):
@@ -168,8 +178,8 @@ class ModelCluster:
         """See ``Batch.split``; known from ``submit_setup`` on."""
         self._offload_manager = offload_manager
         self._ranks: list[RankInfo] = []
-        self.reads = {"experts_TE"}
-        """Columns over tokens, besides ids and loss mask, that its scores depend on."""
+        self.reads = {"experts_TE", "rollout_logprobs_T"}
+        """Columns over tokens, besides ids and loss mask, that its scores depend on, or are compared with."""
 
     def load_states(self, what: States) -> None:
         """Takes states to the devices; see ``OffloadManager``."""
@@ -203,6 +213,22 @@ class ModelCluster:
     def dp_size(self) -> int:
         return self._ranks[0].dp_size
 
+    def store(self, batch: Batch) -> Batch:
+        """The batch, what rollouts say of each token in blocks, one for each rank: all roles read them there."""
+        columns = {name: each for name in _OF_ROLLOUTS if isinstance(each := vars(batch)[name], Tensor)}
+        parts = [part for part in batch.split(self.dp_size, self.linear) if len(part)]
+        blocks = []
+        for part in parts:
+            place = batch.token_index(part)
+            own = {name: column.index_select(0, place) for name, column in columns.items()}
+            blocks.append(store(own, batch.lengths_B[part], RayBlock.put))
+        return batch.replace(
+            **{
+                name: joined([block[name] for block in blocks], batch.lengths_B, parts).with_value(column)
+                for name, column in columns.items()
+            }
+        )
+
     def logprobs(self, batch: Batch) -> TokenScores:
         """Scores the batch, its rows spread over the data-parallel ranks."""
         return self.submit_logprobs(batch)()
@@ -222,15 +248,16 @@ class ModelCluster:
         scored = batch.only(self.reads)
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
-        refs = self.cluster.submit_each(call, [(shares[rank.dp_rank], *args) for rank in self._ranks])
+        firsts = {rank.dp_rank: rank for rank in reversed(self._ranks)}
+        each = [(call, shares[rank.dp_rank], rank is firsts[rank.dp_rank], *args) for rank in self._ranks]
+        refs = self.cluster.submit_each("score", each)
         return partial(self._gather_scores, batch, parts, refs)
 
     def _gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
         """Waits for the scores and puts them back into the batch's order."""
-        results: list[TokenScores] = self.cluster.gather(refs, call="logprobs")
-        first = {rank.dp_rank: result for rank, result in reversed(list(zip(self._ranks, results, strict=True)))}
-        shares = [first[dp_rank] for dp_rank in range(self.dp_size)]
-        return TokenScores.gathered(batch.num_tokens, [batch.token_index(part) for part in parts], shares)
+        results: list[TokenScores | None] = self.cluster.gather(refs, call="logprobs")
+        shares = {rank.dp_rank: found for rank, found in zip(self._ranks, results, strict=True) if found is not None}
+        return TokenScores.joined(batch.lengths_B, parts, [shares[dp_rank] for dp_rank in range(self.dp_size)])
 
     def submit_train(self, batch: Batch, steps: Sequence[Tensor]) -> list[ray.ObjectRef]:
         """Starts the optimizer steps; each step's rows are spread over the data-parallel ranks, see ``Batch.split``."""

@@ -25,7 +25,13 @@ from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
-from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps, rows_trained_later, steps_with_tokens
+from roll.pipeline.model_cluster import (
+    ModelCluster,
+    plan_optimizer_steps,
+    rows_trained_later,
+    steps_with_tokens,
+    take_fetched,
+)
 from roll.pipeline.overlap import Overlap
 from roll.pipeline.probe import Probe
 from roll.pipeline.roles import Roles
@@ -123,7 +129,7 @@ class RLPipeline(GroupRules, TrainingLoop):
             if overlap is not None:
                 metrics |= overlap.idle_metrics()
             # The mismatch of shaping is that of more rows than the one of training.
-            self.unreported = metrics | train_metrics | lag_metrics | shaping_metrics
+            self.unreported = metrics | train_metrics | lag_metrics | shaping_metrics | take_fetched()
 
     def after_step(self) -> None:
         super().after_step()

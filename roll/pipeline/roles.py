@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -379,6 +380,7 @@ class Roles:
             )
         if config.bypasses_old_logprobs:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
+        batch = self.actor.store(batch)
         actor = {"old_logprobs_T": self.actor if len(old_rows) else None}
         others = {"ref_logprobs_T": self.reference, "teacher_logprobs_T": self.teacher, "values_T": self.critic}
         if 0 < len(old_rows) < batch.num_sequences:
@@ -487,28 +489,28 @@ def _with_scores(
 ) -> Batch:
     """The batch with the columns that each role computes, named by the first of them; the roles work side by side.
 
-    Experts are chosen for the policy that trains alone: other models have routers of their own.
+    Experts are chosen for the policy that trains alone, whose log-probs alone are compared with the rollout's.
     """
-    unrouted = batch.replace(experts_TE=None)
+    unrouted = batch.replace(experts_TE=None, rollout_logprobs_T=None)
     pending = {
         name: role.submit_logprobs(*((batch, old_rows) if name == "old_logprobs_T" else (unrouted, None)))
         for name, role in roles.items()
         if role is not None
     }
-    columns: dict[str, Tensor | None] = {}
+    columns: dict[str, Any] = {}
     for name, wait in pending.items():
         scores = wait()
+        found = scores.as_they_are.get
         if name == "teacher_logprobs_T":
             batch = with_teacher(batch, scores, divergence)
             continue
-        columns[name] = scores.values_T if name == "values_T" else scores.logprobs_T
+        columns[name] = found("values_T" if name == "values_T" else "logprobs_T")
         if name == "ref_logprobs_T":
-            columns["ref_hidden_TH"] = scores.hidden_TH
+            columns["ref_hidden_TH"] = found("hidden_TH")
         elif name == "old_logprobs_T":
-            columns["kl_T"] = scores.kl_T
-            columns["prob_square_sum_T"] = scores.prob_square_sum_T
-            if scores.experts_TE is not None:
-                columns["experts_TE"] = scores.experts_TE
+            columns |= {each: found(each) for each in ("kl_T", "prob_square_sum_T", "mismatch_BK")}
+            if "experts_TE" in scores.as_they_are:
+                columns["experts_TE"] = found("experts_TE")
     return batch.replace(**columns)
 
 

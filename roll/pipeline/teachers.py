@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.distillation import NO_CHUNK, shared_logprobs, teacher_metrics
+from roll.algorithms.quantities import TOP_COLUMNS
 from roll.algorithms.types import TokenScores
 from roll.configs.distill import DistillConfig
 from roll.configs.divergence import DivergenceConfig
@@ -48,18 +49,16 @@ def with_teacher(batch: Batch, scores: TokenScores, teaching: DivergenceConfig |
     Raises:
         ValueError: they say too little for a comparison over the vocabulary.
     """
-    columns: dict[str, Tensor | None] = {
-        "teacher_logprobs_T": scores.logprobs_T,
-        "teacher_chunk_T": scores.chunk_T,
-    }
+    found = scores.as_they_are.get
+    columns: dict[str, Any] = {"teacher_logprobs_T": found("logprobs_T"), "teacher_chunk_T": found("chunk_T")}
     if teaching is not None:
-        found = (scores.hidden_TH, scores.top_ids_TK, scores.top_logprobs_TK, scores.tail_T)
-        if all(column is None for column in found):
+        compared = [found(name) for name in ("hidden_TH", *TOP_COLUMNS)]
+        if all(column is None for column in compared):
             raise ValueError(
                 "teacher: its strategy returns neither hidden states nor top tokens; expected hf_infer or an fsdp2, "
                 "deepspeed or megatron strategy"
             )
-        columns |= dict(zip(TEACHER_COLUMNS, found, strict=True))
+        columns |= dict(zip(TEACHER_COLUMNS, compared, strict=True))
     return batch.replace(**columns)
 
 

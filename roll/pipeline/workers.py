@@ -12,6 +12,7 @@ import importlib
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,19 +80,36 @@ class ScoreWorker(Worker):
 
         return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
+    def score(self, call: str, batch: Batch, tells: bool, *args: Any) -> TokenScores | None:
+        """Calls ``logprobs`` or ``probe_logprobs``, and leaves the scores in the object store of this node.
+
+        Args:
+            batch: its columns may be stored.
+            tells: false returns nothing: another rank has the same share.
+        """
+        from roll.algorithms.correction import mismatch_of_rows
+        from roll.distributed.cluster.blocks import RayBlock
+
+        with self.clock.work():
+            batch = batch.fetched()
+            scores: TokenScores = getattr(self, call)(batch, *args)
+            if not tells:
+                return None
+            found_BK = mismatch_of_rows(batch.replace(old_logprobs_T=scores.logprobs_T))
+            return replace(scores, mismatch_BK=found_BK).stored(batch.lengths_B, RayBlock.put)
+
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
         """Scores a share; ``adapter`` False leaves out the actor's LoRA adapter."""
-        with self.clock.work():
-            if adapter:
-                return self.strategy.logprobs(batch)
-            return cast("TrainStrategy", self.strategy).logprobs(batch, adapter=False)
+        if adapter:
+            return self.strategy.logprobs(batch)
+        return cast("TrainStrategy", self.strategy).logprobs(batch, adapter=False)
 
     def probe_logprobs(self, batch: Batch) -> TokenScores:
         """As ``logprobs``, but these micro-batches are not those that are compared with the model's own forward."""
         from roll.utils.foreign import replaced
 
         compares = hasattr(self.strategy, "own_forward")
-        with self.clock.work(), replaced(self.strategy, own_forward=None) if compares else contextlib.nullcontext():
+        with replaced(self.strategy, own_forward=None) if compares else contextlib.nullcontext():
             return self.strategy.logprobs(batch)
 
     def shows(self, what: str, *args: Any) -> Any:
@@ -131,6 +149,7 @@ class TrainWorker(ScoreWorker):
             The metrics of every optimizer step.
         """
         with self.clock.work():
+            batch = batch.fetched()
             return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
 
     def send_weights(self, order: TransferRequest) -> TransferResult | None:

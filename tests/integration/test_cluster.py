@@ -11,9 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 
+from roll.data.batch import Batch
+from roll.data.stored import joined
+from roll.distributed.cluster.blocks import RayBlock
 from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
-from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, StallError, StoreFullError, WorkerDiedError
+from roll.distributed.cluster.errors import (
+    PlacementError,
+    RowsLostError,
+    RpcTimeoutError,
+    StallError,
+    StoreFullError,
+    WorkerDiedError,
+)
 from roll.distributed.cluster.hangs import StallWatch, explained
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
@@ -98,6 +109,24 @@ def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(running):
 
 def test_a_worker_imports_with_a_calm_collector(running):
     assert running["train"].call("calm") == [True, True]
+
+
+def test_columns_that_workers_have_stored_are_fetched_when_they_are_read_and_lost_with_the_worker(start):
+    cluster = start("env")
+    columns = [left["tokens_T"] for left in cluster.call("leave", 5000)]
+    lengths_B = torch.tensor([5000, 2, 5000])
+    batch = Batch(lengths_B, joined(columns, lengths_B, [torch.tensor([2]), torch.tensor([0])]), torch.ones(10_002) > 0)
+    before = RayBlock.fetched_bytes
+    batch = ray.get(ray.put(batch))
+    assert RayBlock.fetched_bytes == before and batch.select([2]).tokens_T.tolist() == [0] * 5000
+    assert 0 < RayBlock.fetched_bytes - before < 100, "equal neighbours travel once, and only what is read"
+    assert batch.tokens_T.tolist() == [1] * 5000 + [0] * 2 + [0] * 5000
+    cluster.shutdown()
+    end = time.monotonic() + 30
+    with pytest.raises(RowsLostError, match="rows of this step are lost with the node or the process"):
+        while time.monotonic() < end:
+            batch.fetched()
+            time.sleep(0.2)
 
 
 def test_roles_apart_work_at_the_same_time(running):

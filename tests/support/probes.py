@@ -15,6 +15,8 @@ from roll.utils.progress import advance
 if TYPE_CHECKING:
     import numpy as np
 
+    from roll.data.stored import Stored
+
 CALM_AT_IMPORT = gc.get_threshold()[0] > 10_000
 """Whether the collector looked seldom when this module was imported, as by default it does not."""
 
@@ -41,6 +43,15 @@ class Probe(Worker):
         import torch
 
         return torch.get_num_threads()
+
+    def leave(self, count: int) -> dict[str, Stored]:
+        """A column of so many tokens, this rank for each, in the object store."""
+        import torch
+
+        from roll.data.stored import store
+        from roll.distributed.cluster.blocks import RayBlock
+
+        return store({"tokens_T": torch.full((count,), self.rank)}, torch.tensor([count]), RayBlock.put)
 
     def nap(self, seconds: float) -> tuple[float, float]:
         started = time.time()

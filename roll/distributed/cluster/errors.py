@@ -84,6 +84,20 @@ class StoreFullError(ClusterError):
         )
 
 
+class RowsLostError(ClusterError):
+    """Rows of a step are gone with the node or the process that held them."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"rows of this step are lost with the node or the process that held them: {self.reason} Resume from the "
+            "last checkpoint, which has what was not trained on"
+        )
+
+
 class StallError(ClusterError):
     """No process of the run has done anything for ``stall_timeout`` seconds."""
 

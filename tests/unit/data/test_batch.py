@@ -1,8 +1,13 @@
 """The ragged batch against plain lists of sequences."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,8 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.algorithms.types import require_finite
 from roll.data.batch import Batch
 from roll.data.packing import make_micro_batches, make_packs, packed_row, padding_waste, rectangle, take_micro_batch
+from roll.data.stored import Arrays, joined, store
 
 Sequences = list[list[int]]
 sequences_strategy = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=7), min_size=0, max_size=9)
@@ -111,6 +118,49 @@ def test_a_narrowed_batch_has_the_named_columns_and_all_of_rows():
     narrowed = batch.only({"rewards_T", "values_T"})
     assert narrowed.ref_hidden_TH is None and narrowed.rewards_T is batch.rewards_T
     assert narrowed.tokens_T is batch.tokens_T and narrowed.scores_B is batch.scores_B
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A block, and what was fetched of all of them."""
+
+    number: int
+    held: ClassVar[list[Arrays]] = []
+    fetched: ClassVar[list[int]] = []
+
+    @classmethod
+    def put(cls, arrays: Arrays) -> Shelf:
+        cls.held.append(pickle.loads(pickle.dumps(arrays)))
+        return cls(len(cls.held) - 1)
+
+    @classmethod
+    def fetch(cls, blocks: Sequence[Shelf]) -> list[Arrays]:
+        cls.fetched.append(len(blocks))
+        return [cls.held[block.number] for block in blocks]
+
+
+@given(sequences_strategy.filter(bool), st.integers(1, 3), st.data())
+def test_stored_columns_move_along_and_are_fetched_when_they_are_read(sequences, num_parts, data):
+    whole = make_batch(sequences)
+    parts = [part for part in whole.split(num_parts) if len(part)]
+    left = [
+        store({name: getattr(share, name) for name in ("tokens_T", "ref_hidden_TH", "rewards_T")}, share.lengths_B, put)
+        for share, put in ((whole.select(part), Shelf.put) for part in parts)
+    ]
+    batch = whole.replace(**{name: joined([one[name] for one in left], whole.lengths_B, parts) for name in left[0]})
+    rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), max_size=12))
+    Shelf.fetched.clear()
+    chosen = pickle.loads(pickle.dumps(batch.select(rows).replace(group_B=whole.select(rows).group_B)))
+    assert Shelf.fetched == [] and chosen.num_tokens == sum(len(sequences[row]) for row in rows)
+    assert lists(chosen.fetched()) == lists(chosen) == [sequences[row] for row in rows]
+    needed = sum(any(row in part.tolist() for row in rows) for part in parts)
+    assert Shelf.fetched == [needed] * 4 * bool(needed), "all at once, then each for itself"
+    Shelf.fetched.clear()
+    lists(chosen)
+    require_finite(batch, "rewards_T")
+    assert Shelf.fetched == [], "what was read is kept, and sums say that all is finite"
+    some = joined([left[0]["rewards_T"]], whole.lengths_B, parts[:1], unset=7).value
+    assert set(some[~torch.isin(whole.rows_T, parts[0])].tolist()) <= {7.0}
 
 
 def test_one_long_sequence_weighs_as_much_as_many_short_ones():

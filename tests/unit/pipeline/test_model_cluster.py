@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.offline import SFTConfig
 from roll.configs.worker import StrategyArguments, WorkerConfig
@@ -71,6 +72,10 @@ def workers_leave_the_collector_alone() -> Iterator[None]:
         yield
 
 
+class Ref(int):
+    """Stands in for ``ray.ObjectRef``."""
+
+
 class InProcessCluster:
     """Stands in for ``Cluster``: the same calls, in this process, one after the other."""
 
@@ -86,10 +91,11 @@ class InProcessCluster:
 
     def submit_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank_args) == self.world_size
-        self.received = [args[0].num_tokens for args in per_rank_args if isinstance(args[0], Batch)]
+        given = [[ray.get([arg])[0] if type(arg) is Ref else arg for arg in args] for args in per_rank_args]
+        self.received = [arg.num_tokens for args in given for arg in args if isinstance(arg, Batch)]
         return [
-            getattr(worker, method)(*pickle.loads(pickle.dumps(args)))
-            for worker, args in zip(self.workers, per_rank_args, strict=True)
+            pickle.loads(pickle.dumps(getattr(worker, method)(*pickle.loads(pickle.dumps(args)))))
+            for worker, args in zip(self.workers, given, strict=True)
         ]
 
     def gather(self, refs: list[Any], *, call: str) -> list[Any]:
@@ -110,7 +116,9 @@ def make_model(world_size: int, *, copies: int = 1, values: bool = False) -> tup
 @pytest.fixture(autouse=True, scope="module")
 def no_object_store() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "put", lambda value: value)
+        store: list[Any] = []
+        patch.setattr(ray, "put", lambda value: store.append(value) or Ref(len(store) - 1))
+        patch.setattr(ray, "get", lambda refs: [store[ref] for ref in refs])
         yield
 
 
@@ -161,6 +169,20 @@ def test_only_the_rows_that_are_asked_for_are_scored(lengths, dp_size, data):
     assert sorted(row for strategy in strategies for row in strategy.scored) == rows
 
 
+def test_the_mismatch_of_rows_and_its_metrics_do_not_depend_on_the_layout():
+    batch = make_batch([7, 100, 3, 1, 50, 9])
+    batch = batch.replace(rollout_logprobs_T=-batch.tokens_T.float() + torch.sin(batch.tokens_T * 1.7))
+    expected = mismatch_metrics(batch.replace(old_logprobs_T=-batch.tokens_T.float()))
+    for num_ranks in (1, 2, 4):
+        model, _ = make_model(num_ranks)
+        scored = model.store(batch)
+        scores = model.logprobs(scored)
+        assert scores.mismatch_BK is not None
+        scored = scored.replace(old_logprobs_T=scores.as_they_are["logprobs_T"], mismatch_BK=scores.mismatch_BK)
+        assert mismatch_metrics(pickle.loads(pickle.dumps(scored))) == expected
+    assert expected["mismatch/logprob_diff_mean"] > 0.5
+
+
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4))
 def test_rows_of_the_first_optimizer_step_alone_are_not_trained_later(num_rows, steps, epochs):
     first, *later = plan_optimizer_steps(num_rows, steps, epochs, seed=0)
@@ -171,8 +193,8 @@ def test_rows_of_the_first_optimizer_step_alone_are_not_trained_later(num_rows, 
 
 @given(lengths_strategy, st.integers(1, 5), st.integers(1, 2), st.integers(1, 6), st.integers(1, 2))
 def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(lengths, dp_size, copies, steps_per_epoch, epochs):
-    batch = make_batch(lengths)
     model, strategies = make_model(dp_size * copies, copies=copies)
+    batch = model.store(make_batch(lengths))
     steps = plan_optimizer_steps(len(lengths), steps_per_epoch, epochs, seed=0)
     history = model.train(batch, steps)
     assert [each["steps"] for each in history] == [float(number) for number in range(1, len(steps) + 1)]

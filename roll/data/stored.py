@@ -1,0 +1,175 @@
+"""Columns over tokens that lie in blocks of an object store; whoever reads one fetches it.
+
+The rows of a large step are too many bytes for one process. Whoever computes a column leaves it in a block near by, and
+what passes through the driver says where each row lies, with the sum of its entries. A class whose columns
+``may_be_stored`` holds such a column like any other: it is fetched when it is read for the first time, and then kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from roll.data.columns import Compact, IntArray, compact, expand, is_per_token
+
+Kind = TypeVar("Kind", bound=type)
+Arrays: TypeAlias = "Mapping[str, np.ndarray | Compact]"
+
+
+class Block(Hashable, Protocol):
+    """Arrays by name, in an object store."""
+
+    @classmethod
+    def fetch(cls, blocks: Sequence[Any]) -> list[Arrays]:
+        """What these blocks hold."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the rows of a batch lie."""
+
+    blocks: tuple[Block, ...]
+    block_B: IntArray
+    """The number of each row's block; -1: it lies nowhere."""
+    start_B: IntArray
+    """Each row's first token within its block."""
+    lengths_B: IntArray
+
+    def select(self, rows: IntArray) -> Places:
+        """The given rows, with the blocks that they need."""
+        used, block_B = np.unique(self.block_B[rows], return_inverse=True)
+        blocks = tuple(self.blocks[number] for number in used if number >= 0)
+        return Places(blocks, block_B - (len(used) - len(blocks)), self.start_B[rows], self.lengths_B[rows])
+
+    @classmethod
+    def joined(cls, lengths_B: Tensor, rows: Iterable[Tensor], parts: Iterable[Places]) -> Places:
+        """Of rows of these lengths: some are those of the parts, the others lie nowhere."""
+        blocks: list[Block] = []
+        block_B, start_B = np.full(len(lengths_B), -1), np.zeros(len(lengths_B), dtype=np.int64)
+        for own, part in zip(rows, parts, strict=True):
+            block_B[own.numpy()] = part.block_B + len(blocks)
+            start_B[own.numpy()] = part.start_B
+            blocks += part.blocks
+        return cls(tuple(blocks), block_B, start_B, lengths_B.numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A column over the tokens of a batch, in blocks."""
+
+    name: str
+    """Its name in them."""
+    places: Places
+    dtype: np.dtype[Any]
+    width: tuple[int, ...]
+    """Shape of an entry."""
+    sums_B: npt.NDArray[np.float64] | None
+    """Of each row; ``None``: entries are no numbers with fractions, or more than one."""
+    unset: int = 0
+    """Entry of rows that lie nowhere."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (int(self.places.lengths_B.sum()), *self.width)
+
+    @property
+    def is_finite(self) -> bool:
+        """Tells whether all entries are finite numbers; false also where that is not known."""
+        return self.sums_B is not None and bool(np.isfinite(self.sums_B).all())
+
+    @cached_property
+    def value(self) -> Tensor:
+        """The entries, fetched."""
+        return read([self])[0]
+
+    def with_value(self, value: Tensor) -> Stored:
+        """The same, of entries that are here too."""
+        vars(self)["value"] = value
+        return self
+
+    def select(self, rows: IntArray, places: Places) -> Stored:
+        """The given rows, which lie at ``places``."""
+        return replace(self, places=places, sums_B=None if self.sums_B is None else self.sums_B[rows])
+
+    def assembled(self, found: Mapping[Block, Arrays]) -> Tensor:
+        """The entries, out of blocks."""
+        arrays = [expand(found[block][self.name]) for block in self.places.blocks]
+        each = zip(self.places.block_B, self.places.start_B, self.places.lengths_B, strict=True)
+        rows = [
+            arrays[block][start : start + length] if block >= 0 else np.full((length, *self.width), self.unset)
+            for block, start, length in each
+        ]
+        nothing = np.zeros((0, *self.width), self.dtype)
+        return torch.from_numpy(np.concatenate([nothing, *rows], dtype=self.dtype, casting="unsafe"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without what was fetched."""
+        return Stored, tuple(getattr(self, entry.name) for entry in fields(self))
+
+
+def store(columns: Mapping[str, Tensor], lengths_B: Tensor, put: Callable[[Arrays], Block]) -> dict[str, Stored]:
+    """Puts columns of the same rows into one block."""
+    arrays = {name: column.detach().cpu().numpy() for name, column in columns.items()}
+    start_B = (lengths_B.cumsum(0) - lengths_B).numpy()
+    block = put({name: compact(values) for name, values in arrays.items()})
+    places = Places((block,), np.zeros(len(lengths_B), dtype=np.int64), start_B, lengths_B.numpy())
+    return {
+        name: Stored(name, places, values.dtype, values.shape[1:], _sums(values, start_B))
+        for name, values in arrays.items()
+    }
+
+
+def _sums(values: np.ndarray, start_B: IntArray) -> npt.NDArray[np.float64] | None:
+    if values.ndim > 1 or values.dtype.kind != "f":
+        return None
+    return np.add.reduceat(values, start_B, dtype=np.float64) if len(start_B) else np.zeros(0)
+
+
+def joined(columns: Sequence[Stored], lengths_B: Tensor, rows: Sequence[Tensor], unset: int = 0) -> Stored:
+    """A column of a batch from those of its parts, which have these rows of it."""
+    places = Places.joined(lengths_B, rows, [column.places for column in columns])
+    sums_B = None
+    if all(column.sums_B is not None for column in columns):
+        sums_B = np.zeros(len(lengths_B))
+        for own, column in zip(rows, columns, strict=True):
+            sums_B[own.numpy()] = column.sums_B
+    return replace(columns[0], places=places, sums_B=sums_B, unset=unset)
+
+
+def read(columns: Sequence[Stored]) -> list[Tensor]:
+    """The entries of columns, fetched at once."""
+    blocks = [*dict.fromkeys(block for column in columns for block in column.places.blocks)]
+    found = dict(zip(blocks, type(blocks[0]).fetch(blocks), strict=True)) if blocks else {}
+    return [column.assembled(found) for column in columns]
+
+
+class _MaybeStored:
+    """Attribute of a column that may be stored."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, record: Any, kind: type | None = None) -> Any:
+        if record is None:
+            return None
+        value = vars(record)[self._name]
+        return value.value if isinstance(value, Stored) else value
+
+    def __set__(self, record: Any, value: Any) -> None:
+        vars(record)[self._name] = value
+
+
+def may_be_stored(kind: Kind) -> Kind:
+    """Decorates a dataclass: its columns over tokens may be ``Stored``, which ``vars`` shows; reading gives tensors."""
+    for entry in fields(kind):
+        if is_per_token(entry.name):
+            setattr(kind, entry.name, _MaybeStored(entry.name))
+    return kind
