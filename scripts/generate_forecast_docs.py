@@ -127,7 +127,7 @@ ROWS = (
 )
 
 
-DRIVER_S_PER_ROW, DRIVER_S_PER_TOKEN, DRIVER_BYTES_PER_TOKEN = 90e-6, 320e-9, 61.4
+DRIVER_S_PER_ROW, DRIVER_S_PER_TOKEN, DRIVER_BYTES_PER_ROW = 223e-6, 391e-9, 860
 """Measured by ``benchmarks/scale.py`` on one core."""
 STEPS = tuple(
     Published("", "Qwen3-30B-A3B", "H100", gpus, 0.0, longest, longest // 2, rows, rows // 4, generator=2)
@@ -242,7 +242,7 @@ def steps() -> Iterator[str]:
         tokens = row.rows * row.mean
         times = (*phases(row), row.rows * DRIVER_S_PER_ROW + tokens * DRIVER_S_PER_TOKEN)
         seconds = " | ".join(f"{each:.1f} s" for each in times)
-        through = f"{tokens * DRIVER_BYTES_PER_TOKEN / 1e9:.2g} GB"
+        through = f"{row.rows * DRIVER_BYTES_PER_ROW / 1e6:.2g} MB"
         yield (
             f"| {row.gpus} | {row.rows:,} × {row.longest:,} | {seconds} | {_rate(tokens / sum(times) / row.gpus)} | "
             f"{through} |"

@@ -132,10 +132,12 @@ def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
 
 
 def mismatch_of_rows(batch: Batch) -> Tensor | None:
-    """``mismatch_BK`` of a batch; ``None`` where one of the two columns is absent. NaN where a log-prob is not finite.
+    """``mismatch_BK``, computed where it is not set; ``None`` where one of the two columns is absent.
 
-    Sums of rows, so that it does not matter which rank has which row.
+    Sums of rows, so that it does not matter which rank has which row. NaN where a log-prob is not finite.
     """
+    if batch.mismatch_BK is not None:
+        return batch.mismatch_BK
     if batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
         return None
     mask_T, count = batch.loss_mask_T, batch.num_sequences
@@ -154,7 +156,7 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
         the engines agree; empty when either column is absent or nothing was sampled.
     """
     require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
-    found_BK = mismatch_of_rows(batch) if batch.mismatch_BK is None else batch.mismatch_BK
+    found_BK = mismatch_of_rows(batch)
     num_tokens = int(batch.loss_mask_T.sum())
     if found_BK is None or not num_tokens:
         return {}

@@ -16,7 +16,6 @@ from roll.data.columns import UNKNOWN, Column, columns_of, is_per_token
 from roll.data.stored import Arrays, Block, Stored, joined, may_be_stored, store
 
 
-@may_be_stored
 @dataclass(frozen=True)
 class TokenScores:
     """What a model computes for a batch's tokens; flat [T] tensors aligned with the token that they describe."""
@@ -83,18 +82,17 @@ class TokenScores:
     def joined(cls, lengths_B: Tensor, rows: Sequence[Tensor], parts: Sequence[TokenScores]) -> TokenScores:
         """The scores of a batch from stored ones of its parts, which have these rows of it; others are unset."""
         own = columns_of(cls)
+        rows, parts = zip(*((some, part) for some, part in zip(rows, parts, strict=True) if len(some)), strict=True)
         columns: dict[str, Any] = {}
         for name in parts[0].as_they_are:
             of_parts = [part.as_they_are[name] for part in parts]
-            if isinstance(of_parts[0], Stored):
-                column = joined(of_parts, lengths_B, rows, own.get(name, Column()).unset)
-                columns[name] = (
-                    column if name in own else column.value
-                )  # what is in ``others`` is not fetched by itself
+            if name == "mismatch_BK":
+                found_RK = torch.cat(of_parts)
+                zeros_BK = found_RK.new_zeros(len(lengths_B), found_RK.shape[1])
+                columns[name] = zeros_BK.index_copy(0, torch.cat([*rows]), found_RK)
             else:
-                values_RK = torch.cat(of_parts)
-                found_BK = values_RK.new_zeros(len(lengths_B), values_RK.shape[1])
-                columns[name] = found_BK.index_copy(0, torch.cat([*rows]), values_RK)
+                column = joined(of_parts, lengths_B, rows, own.get(name, Column()).unset)
+                columns[name] = column if name in own else column.value  # ``others`` are read without a field
         return cls.of(**columns)
 
     def stored(self, lengths_B: Tensor, put: Callable[[Arrays], Block]) -> TokenScores:
@@ -117,6 +115,9 @@ class TokenScores:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``Batch`` does; scores without gradient, in host memory."""
         return from_arrays, (TokenScores.of, to_arrays(self.as_they_are))
+
+
+may_be_stored(*filter(is_per_token, columns_of(TokenScores)))(TokenScores)
 
 
 @dataclass(frozen=True)

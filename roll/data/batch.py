@@ -37,7 +37,6 @@ def repeated(values: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
 
 
-@may_be_stored
 @dataclass(frozen=True, eq=False)
 class Batch:
     """B ragged sequences as flat tensors on the CPU. Optional fields are ``None`` until the step that computes them."""
@@ -298,6 +297,9 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""
         return from_arrays, (Batch, to_arrays(vars(self)))
+
+
+may_be_stored(*filter(is_per_token, columns_of(Batch)))(Batch)
 
 
 def _spread(unit_R: Tensor, num_parts: int, load_R: Tensor) -> tuple[list[Tensor], list[int]]:

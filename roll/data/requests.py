@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import numpy as np
 
 from roll.data.columns import UNKNOWN, Axis, Column, ExpertArray, FloatArray, IntArray, Item
+from roll.data.stored import may_be_stored
 
 if TYPE_CHECKING:
     from roll.configs.worker import GeneratingArguments
@@ -89,6 +90,7 @@ class GenerateRequest:
     """The pictures of the prompt, each once; ids below zero say where they are (``roll.data.identity``)."""
 
 
+@may_be_stored("token_ids", "logprobs")
 @dataclass(frozen=True)
 class Completion:
     """What the engine sampled for one request."""
@@ -110,6 +112,11 @@ class Completion:
     """The kept sets of the sampled tokens, one item (``roll.data.kept_sets``), if the request ``tells_kept``."""
     engine: int = -1
     """The generating worker that answered, by its rank in its role; -1 where that is not known."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the sampled ones."""
+        return len(vars(self)["token_ids"])
 
     @property
     def runs(self) -> Runs:

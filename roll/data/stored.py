@@ -1,8 +1,11 @@
-"""Columns over tokens that lie in blocks of an object store; whoever reads one fetches it.
+"""Columns over tokens, and parts of records, that lie in blocks of an object store; whoever reads one fetches it.
 
-The rows of a large step are too many bytes for one process. Whoever computes a column leaves it in a block near by, and
-what passes through the driver says where each row lies, with the sum of its entries. A class whose columns
-``may_be_stored`` holds such a column like any other: it is fetched when it is read for the first time, and then kept.
+The rows of a large step are too many bytes for one process. Whoever makes a column leaves it in a block near by, and
+what passes through the driver says where each row lies, with the sum of its entries: ``Stored``, of all rows of a
+batch, and ``Piece``, of one turn. A class whose fields ``may_be_stored`` holds them like any other value: they are
+fetched when they are read for the first time, and then kept.
+
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from roll.data.columns import Compact, IntArray, compact, expand, is_per_token
+from roll.data.columns import Compact, IntArray, compact, expand
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = TypeVar("Kind", bound=type)
 Arrays: TypeAlias = "Mapping[str, np.ndarray | Compact]"
@@ -30,6 +35,66 @@ class Block(Hashable, Protocol):
     def fetch(cls, blocks: Sequence[Any]) -> list[Arrays]:
         """What these blocks hold."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A block that is here, and travels with whoever refers to it."""
+
+    arrays: Arrays
+
+    @classmethod
+    def fetch(cls, blocks: Sequence[Held]) -> list[Arrays]:
+        return [block.arrays for block in blocks]
+
+
+TEXTS = "texts"
+"""Texts end to end in UTF-8, in a block."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A part of an array in a block, or one of its texts: a field of a record."""
+
+    block: Block
+    name: str
+    start: int
+    end: int
+    figures: Any = None
+    """What whoever left it there has computed, for those who then need not read it."""
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @cached_property
+    def value(self) -> Any:
+        """The entries or the text, fetched."""
+        return self.cut(expand(self.block.fetch([self.block])[0][self.name]))
+
+    def cut(self, array: np.ndarray) -> Any:
+        """The same, out of the whole array; a copy, which does not keep the others."""
+        part = array[self.start : self.end]
+        return part.tobytes().decode("utf-8", "surrogatepass") if self.name == TEXTS else part.copy()
+
+
+def hold(records: Iterable[Any]) -> None:
+    """Fetches all pieces of records at once that have not been read."""
+    pieces = [value for record in records for value in vars(record).values() if isinstance(value, Piece)]
+    missing = [piece for piece in pieces if "value" not in vars(piece)]
+    blocks = [*dict.fromkeys(piece.block for piece in missing)]
+    found = dict(zip(blocks, blocks[0].fetch(blocks), strict=True)) if blocks else {}
+    whole: dict[tuple[Block, str], np.ndarray] = {}
+    for piece in missing:
+        key = piece.block, piece.name
+        if key not in whole:
+            whole[key] = expand(found[piece.block][piece.name])
+        piece.value = piece.cut(whole[key])
+
+
+def pack_texts(texts: Iterable[str]) -> tuple[np.ndarray, list[int]]:
+    """Texts as ``TEXTS``, and where each ends."""
+    parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return np.frombuffer(b"".join(parts), dtype=np.uint8), [*accumulate(map(len, parts))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +166,8 @@ class Stored:
 
     def assembled(self, found: Mapping[Block, Arrays]) -> Tensor:
         """The entries, out of blocks."""
+        import torch
+
         arrays = [expand(found[block][self.name]) for block in self.places.blocks]
         each = zip(self.places.block_B, self.places.start_B, self.places.lengths_B, strict=True)
         rows = [
@@ -152,7 +219,7 @@ def read(columns: Sequence[Stored]) -> list[Tensor]:
 
 
 class _MaybeStored:
-    """Attribute of a column that may be stored."""
+    """Attribute that may be stored."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -161,15 +228,18 @@ class _MaybeStored:
         if record is None:
             return None
         value = vars(record)[self._name]
-        return value.value if isinstance(value, Stored) else value
+        return value.value if isinstance(value, Stored | Piece) else value
 
     def __set__(self, record: Any, value: Any) -> None:
         vars(record)[self._name] = value
 
 
-def may_be_stored(kind: Kind) -> Kind:
-    """Decorates a dataclass: its columns over tokens may be ``Stored``, which ``vars`` shows; reading gives tensors."""
-    for entry in fields(kind):
-        if is_per_token(entry.name):
-            setattr(kind, entry.name, _MaybeStored(entry.name))
-    return kind
+def may_be_stored(*names: str) -> Callable[[Kind], Kind]:
+    """Decorates a dataclass: these fields may be ``Stored`` or a ``Piece``, which ``vars`` shows; reading fetches."""
+
+    def decorate(kind: Kind) -> Kind:
+        for name in names:
+            setattr(kind, name, _MaybeStored(name))
+        return kind
+
+    return decorate

@@ -20,8 +20,7 @@ from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
 from roll.data.batch import Batch
 from roll.data.stored import joined, store
-from roll.distributed.cluster.blocks import RayBlock
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, RayBlock
 from roll.distributed.cluster.errors import ClusterError
 from roll.distributed.cluster.resources import NodeKind
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
@@ -214,8 +213,13 @@ class ModelCluster:
         return self._ranks[0].dp_size
 
     def store(self, batch: Batch) -> Batch:
-        """The batch, what rollouts say of each token in blocks, one for each rank: all roles read them there."""
+        """The batch, what rollouts say of each token in blocks: all roles read it there. Most of it already lies there.
+
+        What does not, as after a resume, is put into blocks here, one for each rank.
+        """
         columns = {name: each for name in _OF_ROLLOUTS if isinstance(each := vars(batch)[name], Tensor)}
+        if not columns:
+            return batch
         parts = [part for part in batch.split(self.dp_size, self.linear) if len(part)]
         blocks = []
         for part in parts:

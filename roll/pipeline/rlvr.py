@@ -11,7 +11,6 @@ from roll.algorithms.selection import best_and_worst
 from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
-from roll.data.identity import identity
 from roll.data.prompts import PromptDataset
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.cli import EXIT_USAGE
@@ -34,7 +33,7 @@ from roll.pipeline.teachers import PrivilegedTeacher, teacher_prompts
 from roll.preflight.templates import policy_renderer
 from roll.report.render import save_answers
 from roll.rewards.scorer import best_reward
-from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup
+from roll.rollout.types import OVER_BUDGET, Collected, RolloutGroup, figures_of
 
 
 class RLVRPipeline(RLPipeline):
@@ -62,7 +61,7 @@ class RLVRPipeline(RLPipeline):
         finished = [*collected.groups, *collected.rejected]
         self._tell_over_budget(finished)
         epoch = self.rollout_workers.epoch_of(1 + max(group.group_id for group in finished))
-        prompts = [identity(group.trajectories[0].turns[0].prompt_ids) for group in finished if group.trajectories]
+        prompts = [figures_of(group.trajectories[0].turns[0]).prompt for group in finished if group.trajectories]
         found = {"rollout/epoch": epoch, "rollout/duplicate_prompts": 1 - len(set(prompts)) / max(1, len(prompts))}
         return reward_metrics(finished, self.config) | self.rollout_workers.take_retries() | found
 

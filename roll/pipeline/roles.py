@@ -378,9 +378,9 @@ class Roles:
             raise ValueError(
                 f"train_infer_correction.replay_kept_sets: {most}, but the rollouts contain no kept sets; expected 0"
             )
-        if config.bypasses_old_logprobs:
-            batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         batch = self.actor.store(batch)
+        if config.bypasses_old_logprobs:
+            batch = batch.replace(old_logprobs_T=vars(batch)["rollout_logprobs_T"])
         actor = {"old_logprobs_T": self.actor if len(old_rows) else None}
         others = {"ref_logprobs_T": self.reference, "teacher_logprobs_T": self.teacher, "values_T": self.critic}
         if 0 < len(old_rows) < batch.num_sequences:

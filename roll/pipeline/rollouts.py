@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from roll.algorithms.correction import mismatch_of_rows
 from roll.configs.pipeline import TINIES
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
@@ -32,7 +33,7 @@ from roll.report.verification import SCORES, SCORES_FILE
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_metrics
 from roll.rollout.scheduler import RolloutScheduler
-from roll.rollout.types import Collected, RolloutGroup, Trajectory, kept_steps, step_folder
+from roll.rollout.types import Collected, RolloutGroup, Trajectory, figures_of, hold_episodes, kept_steps, step_folder
 from roll.tracking.display import NOTED
 from roll.tracking.files import to_json, write_atomic
 from roll.tracking.run import TOKENS, TRAINED, RunFolder
@@ -56,8 +57,8 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
             "action": turn.action,
             "task_reward": turn.task_reward,
             "penalty": turn.penalty,
-            "prompt_tokens": len(turn.prompt_ids),
-            "completion_tokens": len(turn.completion.token_ids),
+            "prompt_tokens": turn.num_prompt_tokens,
+            "completion_tokens": turn.completion.num_tokens,
             "finish_reason": turn.completion.finish_reason,
             "weight_version": turn.completion.weight_version,
         }
@@ -428,13 +429,20 @@ def remarks_on(
             "raise it, or ask for less",
         )
 
-    ids = [turn.completion.token_ids for group in finished for each in group.trajectories for turn in each.turns]
-    if num_ids is not None and (beyond := [int(index) for each in ids for index in each[each >= num_ids]]):
+    beyond = [] if num_ids is None else _ids_beyond(finished, num_ids)
+    if beyond and num_ids is not None:
         yield (
             "beyond",
             f"step {step}: {len(beyond)} sampled tokens, such as {beyond[0]}, have ids that the tokenizer lacks (its "
             f"last is {num_ids - 1}): they are rows that pad the model's embedding, and texts do not show them",
         )
+
+
+def _ids_beyond(groups: Sequence[RolloutGroup], num_ids: int) -> list[int]:
+    """Sampled ids from ``num_ids`` on."""
+    turns = (turn for group in groups for each in group.trajectories for turn in each.turns)
+    found = (turn.completion.token_ids for turn in turns if figures_of(turn).largest_id >= num_ids)
+    return [int(index) for ids in found for index in ids[ids >= num_ids]]
 
 
 def describe_failure(groups: Sequence[RolloutGroup], most_tokens: Callable[[str], int]) -> str:
@@ -462,7 +470,7 @@ def cut_answers(groups: Sequence[RolloutGroup], most_tokens: Callable[[str], int
     if not cut:
         return 0.0, ""
     limits = {tag: most_tokens(tag) for tag, _ in cut}
-    whole = [limits[tag] for tag, turn in cut if len(turn.completion.token_ids) >= limits[tag]]
+    whole = [limits[tag] for tag, turn in cut if turn.completion.num_tokens >= limits[tag]]
     limit = (
         f"response_length {Counter(whole).most_common(1)[0][0]}" if 2 * len(whole) >= len(cut) else "sequence_length"
     )
@@ -504,6 +512,7 @@ def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]
     """Writes episodes of an evaluation in full (``num_written_episodes``), for whoever wants to look; returns all."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     written = trajectories[: session.config.num_written_episodes]
+    hold_episodes([*written, *trajectories[len(written) : MAX_SHOWN]])
     write_trajectories(session.folder, f"eval-{step:05d}", written)
     session.log_answers(step, [answer_row(trajectory) for trajectory in written])
     return trajectories
@@ -544,6 +553,7 @@ def write_samples(folder: RunFolder, step: int, collected: Collected, num_groups
     """Keeps some groups of a step in the run's folder, those that it trains on first, for people to read."""
     kept = collected.groups[:num_groups]
     rejected = collected.rejected[: num_groups - len(kept)]
+    hold_episodes(episode for group in (*kept, *rejected) for episode in group.trajectories)
     write_atomic(folder.trajectories / f"{TRAINED}{step:05d}.jsonl", training_lines(kept, rejected))
     thin_out(folder.trajectories, f"{TRAINED}*.jsonl", MAX_TRAINED_BYTES)
 
@@ -597,10 +607,9 @@ def _telling_rows(batch: Batch) -> list[int]:
     zeros_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
     advantage_B = zeros_B.index_add(0, rows_T[mask_T], batch.advantages_T[mask_T].double()) / counts_B
     found = [int(advantage_B.argmax()), int(advantage_B.argmin())]
-    if batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None:
-        moved_M = (batch.old_logprobs_T - batch.rollout_logprobs_T)[mask_T].abs().double().nan_to_num(0.0)
+    if (mismatch_BK := mismatch_of_rows(batch)) is not None:
+        moved_B = mismatch_BK[:, 0].nan_to_num(0.0) / counts_B
         on_policy_B = torch.zeros_like(zeros_B).bool() if batch.on_policy_B is None else batch.on_policy_B
-        moved_B = zeros_B.index_add(0, rows_T[mask_T], moved_M) / counts_B
         found.append(int(moved_B.masked_fill(on_policy_B, -1.0).argmax()))
     found.append(int(advantage_B.abs().argmin()))
     return list(dict.fromkeys(found))

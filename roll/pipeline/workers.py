@@ -88,7 +88,7 @@ class ScoreWorker(Worker):
             tells: false returns nothing: another rank has the same share.
         """
         from roll.algorithms.correction import mismatch_of_rows
-        from roll.distributed.cluster.blocks import RayBlock
+        from roll.distributed.cluster.cluster import RayBlock
 
         with self.clock.work():
             batch = batch.fetched()

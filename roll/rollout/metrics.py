@@ -9,23 +9,21 @@ import numpy as np
 import torch
 
 from roll.data.batch import Batch
-from roll.data.columns import IntArray
 from roll.data.kept_sets import kept_sizes
 from roll.data.requests import FinishReason
 from roll.rollout.admission import Admission
 from roll.rollout.tokenization_audit import COMPARED, REASONS, TOKENS, key_of
 from roll.rollout.tool_box import COUNTS
-from roll.rollout.types import AGENT, Collected, EpisodeEnd, RolloutGroup, Trajectory
+from roll.rollout.types import AGENT, Collected, EpisodeEnd, RolloutGroup, Trajectory, figures_of
 
-_RUN, _MEASURED = 8, 64
-_FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(1, _RUN + 1)], dtype=np.uint64)
-"""Of a hash that wraps around."""
+_MEASURED = 64
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
 
-    ``cut_off`` is the share of the turns that a length limit ended; ``repetition`` has its own function. Without
+    ``cut_off`` is the share of the turns that a length limit ended; ``repetition`` is the mean ``repeated`` share of up
+    to 64 responses, evenly chosen. Without
     ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they called
     (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests; where rows were compared with
     their conversations, ``prefix/tokens/why`` are the shares of those that differ. With several environment tags,
@@ -48,10 +46,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
     metrics |= {
         f"{prefix}/task_reward": mean(sum(turn.task_reward for turn in t.turns) for t in trajectories),
         f"{prefix}/penalty": mean(sum(turn.penalty for turn in t.turns) for t in trajectories),
-        f"{prefix}/response_tokens": mean(len(turn.completion.token_ids) for turn in turns),
-        f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
+        f"{prefix}/response_tokens": mean(turn.completion.num_tokens for turn in turns),
+        f"{prefix}/prompt_tokens": mean(turn.num_prompt_tokens for turn in turns),
         f"{prefix}/cut_off": mean(turn.completion.finish_reason is FinishReason.LENGTH for turn in turns),
-        f"{prefix}/repetition": repetition([turn.completion.token_ids for turn in turns]),
+        f"{prefix}/repetition": mean(figures_of(turn).repeated for turn in turns[:: -(-len(turns) // _MEASURED) or 1]),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
     metrics |= {f"{prefix}/{name}": mean(counts) for name in COUNTS if (counts := _numbers(trajectories, name))}
@@ -136,22 +134,7 @@ def kept_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def sampled_tokens(groups: Sequence[RolloutGroup]) -> int:
     """Tokens that the policy sampled, those of greedy baselines included."""
-    episodes = [t for group in groups for t in (*group.trajectories, group.baseline) if t is not None]
-    return sum(len(turn.completion.token_ids) for episode in episodes for turn in episode.turns)
-
-
-def repetition(responses: Sequence[IntArray]) -> float:
-    """Share of the runs of 8 tokens that were in the same response before; of up to 64 responses, evenly chosen."""
-    chosen = responses[:: -(-len(responses) // _MEASURED) or 1]
-    return mean(_repeated(ids) for ids in chosen)
-
-
-def _repeated(ids: IntArray) -> float:
-    if len(ids) <= _RUN:
-        return 0.0
-    runs = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(ids, dtype=np.int64), _RUN)
-    hashes = runs.astype(np.uint64) @ _FACTORS
-    return 1 - len(np.unique(hashes)) / len(hashes)
+    return sum(t.completion.num_tokens for group in groups for episode in group.episodes for t in episode.turns)
 
 
 def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import NoneType
@@ -27,7 +27,8 @@ from roll.data.columns import (
     unknown,
 )
 from roll.data.requests import Completion, FinishReason
-from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.data.stored import Piece, Places, Stored
+from roll.rollout.types import LOGPROBS, TOKENS, EpisodeEnd, RolloutGroup, Trajectory, Turn, figures_of
 from roll.utils.hashing import derive_seed
 
 
@@ -35,10 +36,8 @@ from roll.utils.hashing import derive_seed
 class _Columns:
     """Rows collected so far. What is said of a whole prompt or answer is spread over its tokens at the end."""
 
-    tokens: list[np.ndarray] = field(default_factory=list)
-    """New part of the prompt and answer of each turn, one after the other."""
     num_tokens: list[int] = field(default_factory=list)
-    """Of each of ``tokens``."""
+    """Of the new part of the prompt and of the answer of each turn, one after the other."""
     sampled: list[Turn] = field(default_factory=list)
     """Of each of ``turns``."""
     num_turns: list[int] = field(default_factory=list)
@@ -81,7 +80,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
         if has_baselines and group.baseline is None:
             continue
         for trajectory in group.trajectories:
-            if not any(len(turn.completion.token_ids) for turn in trajectory.turns):
+            if not any(turn.completion.num_tokens for turn in trajectory.turns):
                 continue
             num_rows = _append(columns, trajectory, trajectory_index, tags.index(trajectory.tag))
             if parts:
@@ -91,6 +90,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
             trajectory_index += 1
     if not columns.lengths:
         raise ValueError("no trajectory to train on: every episode of this step was dropped")
+    tokens = _stored(columns) or {TOKENS: _tokens(columns)}
     traj_B, turn_B, state_B, tag_B = torch.from_numpy(np.array(columns.rows, dtype=np.int64)).unbind(1)
     parts_2 = np.array(columns.num_tokens, dtype=np.int64).reshape(-1, 2)
     mask_T = np.repeat(np.tile([False, True], len(parts_2)), parts_2.ravel())
@@ -99,7 +99,6 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
     rewards_T[last_tokens] = columns.rewards
     return Batch(
         lengths_B=torch.tensor(columns.lengths, dtype=torch.int64),
-        tokens_T=_join(columns.tokens),
         loss_mask_T=torch.from_numpy(mask_T),
         turn_T=torch.from_numpy(np.repeat(np.array(columns.turns, dtype=np.int64), parts_2.sum(1))),
         rewards_T=torch.from_numpy(rewards_T),
@@ -112,7 +111,8 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
         baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
         truncated_B=torch.tensor(columns.truncated),
         sample_weight_B=torch.tensor(columns.shares, dtype=torch.float64) if min(columns.shares) < 1 else None,
-        **_declared(columns, mask_T),
+        **tokens,
+        **_declared(columns, mask_T, leave=tokens),
     )
 
 
@@ -130,12 +130,12 @@ def _number(trajectory: Trajectory, name: str) -> float:
 
 def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> int:
     """Adds the episode's rows; returns how many."""
-    sampled = [turn for turn in trajectory.turns if len(turn.completion.token_ids)]
+    sampled = [turn for turn in trajectory.turns if turn.completion.num_tokens]
     rows: dict[int, list[tuple[int, Turn]]] = {}
     for number, turn in enumerate(sampled):
         rows.setdefault(turn.row if trajectory.history else number, []).append((number, turn))
     branched = trajectory.history and len(rows) > 1
-    num_sampled = sum(len(turn.completion.token_ids) for turn in sampled)
+    num_sampled = sum(turn.completion.num_tokens for turn in sampled)
     score = trajectory.score
     for row, turns in enumerate(rows.values()):
         in_row = _append_row(columns, turns)
@@ -159,10 +159,7 @@ def _append_row(columns: _Columns, turns: Sequence[tuple[int, Turn]]) -> int:
     """
     length = num_sampled = 0
     for number, turn in turns:
-        completion = turn.completion
-        prompt, answer = turn.prompt_ids[length:], completion.token_ids
-        n, m = len(prompt), len(answer)
-        columns.tokens += (prompt, answer)
+        n, m = turn.num_prompt_tokens - length, turn.completion.num_tokens
         columns.num_tokens += (n, m)
         columns.turns.append(number)
         columns.sampled.append(turn)
@@ -178,8 +175,35 @@ def _join(parts: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
-    """The columns of the batch that episodes, turns and completions declare (``roll.data.columns``)."""
+def _tokens(columns: _Columns) -> torch.Tensor:
+    """The new part of each turn's prompt, and its answer."""
+    parts: list[np.ndarray] = []
+    for turn, new in zip(columns.sampled, columns.num_tokens[::2], strict=True):
+        parts += (turn.prompt_ids[turn.num_prompt_tokens - new :], turn.completion.token_ids)
+    return _join(parts)
+
+
+def _stored(columns: _Columns) -> dict[str, Any]:
+    """Tokens and log-probs as columns that lie where the workers have left them; nothing, if not all rows do."""
+    prompts = [vars(turn)["prompt_ids"] for turn in columns.sampled]
+    firsts = np.cumsum(columns.num_turns, dtype=np.int64) - np.array(columns.num_turns, dtype=np.int64)
+    if not all(isinstance(prompt, Piece) for prompt in prompts):
+        return {}
+    starts, row_starts = np.array([prompt.start for prompt in prompts]), [prompts[first].start for first in firsts]
+    if not np.array_equal(starts, np.repeat(row_starts, columns.num_turns)):
+        return {}
+    blocks = {block: number for number, block in enumerate(dict.fromkeys(prompt.block for prompt in prompts))}
+    block_B = np.array([blocks[prompts[first].block] for first in firsts])
+    places = Places(tuple(blocks), block_B, np.array(row_starts), np.array(columns.lengths))
+    sums = np.array([figures_of(turn).logprob_sum for turn in columns.sampled])
+    return {
+        TOKENS: Stored(TOKENS, places, np.dtype(np.int64), (), None),
+        LOGPROBS: Stored(LOGPROBS, places, np.dtype(np.float32), (), np.add.reduceat(sums, firsts)),
+    }
+
+
+def _declared(columns: _Columns, mask_T: np.ndarray, leave: Collection[str]) -> dict[str, Any]:
+    """The other columns of the batch that episodes, turns and completions declare (``roll.data.columns``)."""
     completions = [turn.completion for turn in columns.sampled]
     ends = [end - 1 for end in itertools.accumulate(columns.num_turns)]
     found: dict[str, Any] = {}
@@ -193,7 +217,7 @@ def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
                 values = np.array([*map(attrgetter(name), records)], dtype=declared.dtype)
                 found[declared.batch] = torch.from_numpy(values)
     for name, declared in columns_of(Completion).items():
-        if declared.batch is None or not declared.is_array:
+        if declared.batch is None or declared.batch in leave or not declared.is_array:
             continue
         entries = [*map(attrgetter(name), completions)]
         kinds = set(map(type, entries))
@@ -201,7 +225,7 @@ def _declared(columns: _Columns, mask_T: np.ndarray) -> dict[str, Any]:
             continue
         if declared.axis is Axis.SAMPLED:
             if NoneType in kinds:
-                lengths = (len(completion.token_ids) for completion in completions)
+                lengths = (completion.num_tokens for completion in completions)
                 entries = [
                     unknown(n, (), declared) if values is None else values
                     for n, values in zip(lengths, entries, strict=True)

@@ -40,10 +40,8 @@ def step_record(admission: Admission, collected: Collected) -> dict[str, Any]:
 
 
 def _episodes(group: RolloutGroup) -> dict[str, list[Runs]]:
-    baseline = () if group.baseline is None else (group.baseline,)
     return {
-        str(trajectory.member): [turn.completion.runs for turn in trajectory.turns]
-        for trajectory in (*group.trajectories, *baseline)
+        str(trajectory.member): [turn.completion.runs for turn in trajectory.turns] for trajectory in group.episodes
     }
 
 

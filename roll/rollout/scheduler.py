@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, RayBlock, on_lost_nodes
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.hangs import waiting
 from roll.rollout.admission import Admission
@@ -128,6 +128,7 @@ class RolloutScheduler:
         try:
             if failure is not None:
                 self._repair(failure)
+            self._discard_lost(admission)
             while (taken := self._batch(admission, recorded)) is None:
                 if not self._fill(rollouts) and (taken := self._end_search(rollouts, recorded, goes_on)) is not None:
                     break
@@ -135,6 +136,7 @@ class RolloutScheduler:
                     self._wait(rollouts)
                 except _GroupsLostError as error:
                     self._repair(error)
+                    self._discard_lost(admission)
                 self._on_tick()
         except BaseException:
             self._cancel(admission)
@@ -372,6 +374,18 @@ class RolloutScheduler:
             raise error
         assert error.__cause__ is not None
         self._recover(error.__cause__)
+
+    def _discard_lost(self, admission: Admission) -> None:
+        """Has groups played again that wait and were lost with a node."""
+        waiting = [*self.groups.values(), *self.rejected]
+        blocks = {group.group_id: group.block for group in waiting}
+        gone = on_lost_nodes({block for block in blocks.values() if isinstance(block, RayBlock)})
+        lost = {group_id for group_id, block in blocks.items() if block in gone}
+        if lost:
+            logger.warning("groups %s were lost with their node; they are sampled again", sorted(lost))
+            self.groups = {group_id: group for group_id, group in self.groups.items() if group_id not in lost}
+            self.rejected = [group for group in self.rejected if group.group_id not in lost]
+            admission.discard(lost)
 
     def _cancel(self, admission: Admission) -> None:
         admission.lose(self._calls.give_up())

@@ -8,15 +8,21 @@ turns make a ``Trajectory``; the eight trajectories that started from the same b
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from roll.data import columns
 from roll.data.columns import Axis, Column, IntArray, Item
+from roll.data.identity import digest, identity
 from roll.data.requests import Completion
+from roll.data.stored import Block, Piece, hold, may_be_stored
+
+TOKENS, LOGPROBS = "tokens_T", "rollout_logprobs_T"
+"""Columns of ``Batch`` that workers leave in blocks, beside texts."""
 
 VALID_UNKNOWN = "valid_unknown"
 """Key of ``Trajectory.info``: true where nobody looked for an action or answer, so that ``None`` does not mean none."""
@@ -26,6 +32,10 @@ OVER_BUDGET = "over_budget"
 
 AGENT = "agent_"
 """Start of the keys of ``Trajectory.info`` that count what an agent program asked."""
+
+_RUN = 8
+_FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(1, _RUN + 1)], dtype=np.uint64)
+"""Of a hash that wraps around."""
 
 Frame: TypeAlias = bytes | str
 """View of a state for people: a PNG, or a text."""
@@ -39,6 +49,7 @@ class EpisodeEnd(enum.StrEnum):
     CONTEXT_FULL = "context_full"  # the next prompt would not fit in sequence_length
 
 
+@may_be_stored("prompt_ids", "text", "observation")
 @dataclass(frozen=True)
 class Turn:
     """One exchange: the prompt, the response, and the environment's reply."""
@@ -65,11 +76,16 @@ class Turn:
     """The pictures of the prompt, each once, as ``GenerateRequest.items``."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(vars(self)["prompt_ids"])
+
+    @property
     def reward(self) -> float:
         """Task reward plus penalty: what the policy is trained on."""
         return self.task_reward + self.penalty
 
 
+@may_be_stored("final_observation")
 @dataclass(frozen=True)
 class Trajectory:
     """One whole episode."""
@@ -122,6 +138,59 @@ class RolloutGroup:
     """One more member, decoded greedily, whose score is the others' baseline (``adv_estimator: remax``). Nobody
     learns from it."""
 
+    @property
+    def episodes(self) -> tuple[Trajectory, ...]:
+        """All of them."""
+        return self.trajectories if self.baseline is None else (*self.trajectories, self.baseline)
+
+    @property
+    def block(self) -> Block | None:
+        """Where tokens and texts of all of its turns lie; ``None``: here."""
+        last = vars(self.episodes[0])["final_observation"] if self.episodes else ""
+        return last.block if isinstance(last, Piece) else None
+
+
+def hold_episodes(episodes: Iterable[Trajectory]) -> None:
+    """Fetches all that lies elsewhere of some episodes at once."""
+    records: list[Trajectory | Turn | Completion] = []
+    for episode in episodes:
+        records += (episode, *episode.turns, *(turn.completion for turn in episode.turns))
+    hold(records)
+
+
+class Figures(NamedTuple):
+    """What the worker that has a turn's tokens computes of them, so that the driver need not read any."""
+
+    prompt: bytes
+    """Equal for equal prompts."""
+    largest_id: int
+    """Of the sampled ones; -1 of none."""
+    repeated: float
+    """See ``repeated``."""
+    logprob_sum: float
+    """Of the log-probs; not finite, if one is not."""
+
+    @classmethod
+    def of(cls, turn: Turn) -> Figures:
+        ids, logprobs = turn.completion.token_ids, turn.completion.logprobs
+        total = float(np.sum(logprobs, dtype=np.float64))
+        return cls(digest(identity(turn.prompt_ids), size=8), int(ids.max(initial=-1)), repeated(ids), total)
+
+
+def figures_of(turn: Turn) -> Figures:
+    """Those that came with the turn, if its tokens lie elsewhere."""
+    prompt = vars(turn)["prompt_ids"]
+    return prompt.figures if isinstance(prompt, Piece) else Figures.of(turn)
+
+
+def repeated(ids: IntArray) -> float:
+    """Share of the runs of 8 tokens that were in the same response before."""
+    if len(ids) <= _RUN:
+        return 0.0
+    runs = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(ids, dtype=np.int64), _RUN)
+    hashes = runs.astype(np.uint64) @ _FACTORS
+    return 1 - len(np.unique(hashes)) / len(hashes)
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -134,6 +203,7 @@ class Collected:
 
     def save(self, folder: Path) -> None:
         """Writes the groups into ``folder``, which is made: ``rollouts.safetensors`` and ``rollouts.json``."""
+        hold_episodes(episode for group in (*self.groups, *self.rejected) for episode in group.episodes)
         columns.save(folder, "rollouts", self)
 
     @classmethod

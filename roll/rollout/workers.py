@@ -1,8 +1,9 @@
 """Workers that collect rollout groups, and how groups travel between them and the driver.
 
 A worker runs many groups at once in one event loop; subclasses say what an episode is. A remote call costs each end
-some tenths of a millisecond, as much as many a group, so groups are started and fetched many at a time, as arrays. A
-conversation is sent once: the prompts of its earlier turns are its beginnings, and what a column says of each of its
+some tenths of a millisecond, as much as many a group, so groups are started and fetched many at a time, as arrays.
+Tokens, their log-probs and texts stay in the object store until somebody reads them (``roll.data.stored``). A
+conversation is there once: the prompts of its earlier turns are its beginnings, and what a column says of each of its
 tokens is what its earliest turn says.
 """
 
@@ -18,8 +19,8 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,12 +40,13 @@ from roll.data.columns import (
 )
 from roll.data.identity import identity
 from roll.data.requests import Completion, GenerateFn
-from roll.distributed.cluster.cluster import Cluster, Worker
+from roll.data.stored import TEXTS, Arrays, Block, Held, Piece, pack_texts
+from roll.distributed.cluster.cluster import Cluster, RayBlock, Worker
 from roll.rollout.env_manager import EpisodeSpec
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.router import GenerationClient
-from roll.rollout.types import RolloutGroup, Trajectory, Turn
+from roll.rollout.types import LOGPROBS, TOKENS, Figures, RolloutGroup, Trajectory, Turn, figures_of
 from roll.utils.hashing import derive_seed
 
 Range: TypeAlias = tuple[int, int]
@@ -54,91 +56,98 @@ _PER_TOKEN = columns_along(Completion, Axis.TOKEN)
 
 @dataclass(frozen=True)
 class FlatGroups:
-    """Groups on their way to the driver."""
+    """Groups on their way to the driver: what it reads of all of them, and a block of the rest."""
 
     groups: Records[RolloutGroup]
     """Without their episodes."""
     members: list[tuple[int, bool]]
     """Number of trajectories of each, and whether a baseline follows them."""
     episodes: Records[Trajectory]
-    """Without their turns."""
+    """Without their turns and last texts."""
     num_turns: list[int]
     turns: Records[Turn]
-    """Without what the model was given, and what it answered."""
+    """Without texts, what the model was given, and what it answered."""
     completions: Records[Completion]
-    """Of each turn, without tokens and what is told of each."""
+    """Of each turn, without tokens and what is told of each, but for the versions."""
     places: list[tuple[int, int, int]]
-    """Where each turn's row, answer and end lie in its group's tokens."""
-    num_tokens: list[int]
-    """Of each group."""
-    tokens: IntArray | Compact
-    """Prompts and answers, one group after the other."""
+    """Where each turn's row, answer and end lie in the columns of the block."""
+    text_ends: list[int]
+    """Where the texts end in the block: of each turn the observation and the answer, then the last of each episode."""
+    figures: list[Figures]
+    """Of each turn."""
     per_token: dict[str, tuple[np.ndarray | Compact, list[Range | None]]]
     """Columns along tokens, by name, and which rows of them each turn adds to its row."""
+    block: Block
+    """Of columns along prompts and answers, and texts."""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> FlatGroups:
-        members = [(len(group.trajectories), group.baseline is not None) for group in groups]
-        episodes: list[Trajectory] = []
-        num_tokens = []
+        """The block is held."""
+        episodes = [episode for group in groups for episode in group.episodes]
         layout = _Layout()
-        for group in groups:
-            layout.length = 0
-            of_group = [*group.trajectories] if group.baseline is None else [*group.trajectories, group.baseline]
-            for trajectory in of_group:
-                layout.add(trajectory)
-            num_tokens.append(layout.length)
-            episodes += of_group
+        for trajectory in episodes:
+            layout.add(trajectory)
         turns = [turn for trajectory in episodes for turn in trajectory.turns]
         completions = [turn.completion for turn in turns]
         declared = columns_of(Completion)
+        logprobs = np.zeros(layout.length, dtype=np.float32)
+        for completion, (_, middle, end) in zip(completions, layout.places, strict=True):
+            if len(completion.logprobs) != end - middle:
+                raise ValueError(f"Completion.logprobs: got {len(completion.logprobs)}, expected {end - middle}")
+            logprobs[middle:end] = completion.logprobs
+        of_turns = (text for turn in turns for text in (turn.observation, turn.text))
+        texts, text_ends = pack_texts(chain(of_turns, (trajectory.final_observation for trajectory in episodes)))
+        tokens = join(layout.tokens, declared["token_ids"])
         return cls(
             groups=Records.of(RolloutGroup, groups, leave=("trajectories", "baseline")),
-            members=members,
-            episodes=Records.of(Trajectory, episodes, leave=("turns",)),
+            members=[(len(group.trajectories), group.baseline is not None) for group in groups],
+            episodes=Records.of(Trajectory, episodes, leave=("turns", "final_observation")),
             num_turns=[len(trajectory.turns) for trajectory in episodes],
-            turns=Records.of(Turn, turns, leave=("prompt_ids", "completion")),
-            completions=Records.of(Completion, completions, leave=("token_ids", *_PER_TOKEN)),
+            turns=Records.of(Turn, turns, leave=("prompt_ids", "completion", "observation", "text")),
+            completions=Records.of(Completion, completions, leave=("token_ids", "logprobs", *_PER_TOKEN)),
             places=layout.places,
-            num_tokens=num_tokens,
-            tokens=compact(join(layout.tokens, declared["token_ids"])),
+            text_ends=text_ends,
+            figures=[*map(figures_of, turns)],
             per_token={
                 name: (compact(join(layout.per_token[name], declared[name])), layout.added[name])
                 for name in _PER_TOKEN
                 if layout.per_token[name]
             },
+            block=Held({TOKENS: compact(tokens), LOGPROBS: compact(logprobs), TEXTS: texts}),
         )
 
     def __iter__(self) -> Iterator[RolloutGroup]:
-        prompts, answers, per_token = self._token_columns()
-        completions = self.completions.read(token_ids=answers, **per_token)
-        turns = self.turns.read(prompt_ids=prompts, completion=completions)
-        episodes = self.episodes.read(turns=(tuple(islice(turns, count)) for count in self.num_turns))
+        observations, answers, last = self._texts()
+        completions = self.completions.read(
+            token_ids=(Piece(self.block, TOKENS, middle, end) for _, middle, end in self.places),
+            logprobs=(Piece(self.block, LOGPROBS, middle, end) for _, middle, end in self.places),
+            **self._token_columns(),
+        )
+        prompts = (
+            Piece(self.block, TOKENS, start, middle, figures)
+            for (start, middle, _), figures in zip(self.places, self.figures, strict=True)
+        )
+        turns = self.turns.read(prompt_ids=prompts, completion=completions, observation=observations, text=answers)
+        episodes = self.episodes.read(
+            turns=(tuple(islice(turns, count)) for count in self.num_turns), final_observation=last
+        )
         trajectories, baselines = [], []
         for count, has_baseline in self.members:
             trajectories.append(tuple(islice(episodes, count)))
             baselines.append(next(episodes) if has_baseline else None)
         return self.groups.read(trajectories=trajectories, baseline=baselines)
 
-    def _token_columns(self) -> tuple[list[IntArray], list[IntArray], dict[str, list[np.ndarray | None]]]:
-        """Of each turn the prompt, the answer, and the columns along both."""
-        prompts: list[IntArray] = []
-        answers: list[IntArray] = []
-        rows: list[tuple[int, int, int]] = []
-        """Group, start and length of each turn's row up to its end."""
-        turns, counts = iter(self.places), iter(self.num_turns)
-        first, every = 0, expand(self.tokens)
-        for number, ((count, has_baseline), length) in enumerate(zip(self.members, self.num_tokens, strict=True)):
-            # Copied: a group that is kept for long must not keep the others.
-            tokens = every[first : first + length].astype(np.int64)
-            first += length
-            for start, middle, end in islice(turns, sum(islice(counts, count + has_baseline))):
-                prompts.append(tokens[start:middle])
-                answers.append(tokens[middle:end])
-                rows.append((number, start, end - start))
-        per_token: dict[str, list[np.ndarray | None]] = dict.fromkeys(_PER_TOKEN, [None] * len(rows))
-        per_token |= {name: [*_grown(name, rows, *self.per_token[name])] for name in self.per_token}
-        return prompts, answers, per_token
+    def _texts(self) -> tuple[list[Piece], list[Piece], list[Piece]]:
+        """Observations and answers of the turns, and the last of each episode."""
+        ends = self.text_ends
+        texts = [Piece(self.block, TEXTS, *bounds) for bounds in zip([0, *ends], ends, strict=False)]
+        of_turns = 2 * len(self.places)
+        return texts[:of_turns:2], texts[1:of_turns:2], texts[of_turns:]
+
+    def _token_columns(self) -> dict[str, list[np.ndarray | None]]:
+        """Of each turn the columns along prompt and answer that do not lie in the block."""
+        found: dict[str, list[np.ndarray | None]] = dict.fromkeys(_PER_TOKEN, [None] * len(self.places))
+        return found | {name: [*_grown(name, self.places, *self.per_token[name])] for name in self.per_token}
 
 
 class _Layout:
@@ -150,7 +159,6 @@ class _Layout:
         self.per_token: dict[str, list[np.ndarray]] = {name: [] for name in _PER_TOKEN}
         self.added: dict[str, list[Range | None]] = {name: [] for name in _PER_TOKEN}
         self.length = 0
-        """Tokens of the group so far."""
         self._num_added = dict.fromkeys(_PER_TOKEN, 0)
 
     def add(self, trajectory: Trajectory) -> None:
@@ -191,21 +199,21 @@ class _Layout:
 
 
 def _grown(
-    name: str, rows: Sequence[tuple[int, int, int]], sent: np.ndarray | Compact, added: Sequence[Range | None]
+    name: str, places: Sequence[tuple[int, int, int]], sent: np.ndarray | Compact, added: Sequence[Range | None]
 ) -> Iterator[np.ndarray | None]:
     """The column of each turn, for all tokens of its row so far."""
     declared, values = columns_of(Completion)[name], expand(sent)
-    known: dict[tuple[int, int], np.ndarray] = {}
-    for (group, start, length), place in zip(rows, added, strict=True):
+    known: dict[int, np.ndarray] = {}
+    for (start, _, end), place in zip(places, added, strict=True):
         if place is None:
             yield None
             continue
         own = values[slice(*place)].astype(declared.dtype)
-        earlier = known.get((group, start))
+        earlier = known.get(start)
         if earlier is not None:
-            own = np.concatenate([earlier[: length - len(own)], own])
-        known[group, start] = continued(earlier, own, declared)
-        yield known[group, start]
+            own = np.concatenate([earlier[: end - start - len(own)], own])
+        known[start] = continued(earlier, own, declared)
+        yield known[start]
 
 
 _POLL_S = 1.0
@@ -277,8 +285,13 @@ class GroupWorker(Worker, ABC):
         with self.clock.work():
             return await self.run_group(spec)
 
-    async def finished_groups(self, series: Series) -> Finished:
-        """The groups that have finished since the last call; waits up to a second for the first."""
+    @ray.method(num_returns=2)
+    async def finished_groups(self, series: Series) -> tuple[Finished, Arrays]:
+        """The groups that have finished since the last call; waits up to a second for the first.
+
+        Returns:
+            Their block apart, so that it belongs to the caller and outlives this process.
+        """
         groups: list[RolloutGroup] = []
         failed: list[int] = []
         if (playing := self._of(series)) is not None:
@@ -292,7 +305,9 @@ class GroupWorker(Worker, ABC):
                     failed.append(group_id)
                 else:
                     groups.append(playing.tasks.pop(group_id).result())
-        return Finished(FlatGroups.of(groups), failed)
+        flat = FlatGroups.of(groups)
+        (arrays,) = flat.block.fetch([flat.block])
+        return Finished(replace(flat, block=Held({})), failed), arrays
 
     async def failure(self, series: Series, group_id: int) -> None:
         """Raises what the group raised."""
@@ -337,6 +352,8 @@ class _Answer:
     group_id: int | None
     """The group of which it tells, if it is one."""
     future: Future[Any]
+    block: ray.ObjectRef | None
+    """Of the groups that have finished."""
 
 
 class GroupCalls:
@@ -417,7 +434,10 @@ class GroupCalls:
         for group_id in result.failed:
             ref: ray.ObjectRef = self._workers.handles[worker].failure.remote(self._series, group_id)
             self._await(worker, ref, group_id)
-        groups = list(result.groups)
+        assert answer.block is not None, "it belongs to what is finished"
+        place = self._workers.whereabouts.get(worker)
+        block = RayBlock(answer.block, None if place is None else place.node_id)
+        groups = list(replace(result.groups, block=block))
         if self._loads[worker] > len(groups):
             self._poll(worker)
         for group in groups:
@@ -428,11 +448,14 @@ class GroupCalls:
     def _poll(self, worker: int) -> None:
         if worker not in self._polled:
             self._polled.add(worker)
-            self._await(worker, self._workers.handles[worker].finished_groups.remote(self._series))
+            refs: list[ray.ObjectRef] = self._workers.handles[worker].finished_groups.remote(self._series)
+            self._await(worker, refs[0], block=refs[1])
 
-    def _await(self, worker: int, ref: ray.ObjectRef, group_id: int | None = None) -> None:
+    def _await(
+        self, worker: int, ref: ray.ObjectRef, group_id: int | None = None, block: ray.ObjectRef | None = None
+    ) -> None:
         series = self._series
-        ref.future().add_done_callback(lambda done: self._answers.put(_Answer(series, worker, group_id, done)))
+        ref.future().add_done_callback(lambda done: self._answers.put(_Answer(series, worker, group_id, done, block)))
 
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ import torch
 
 from roll.data.batch import Batch
 from roll.data.stored import joined
-from roll.distributed.cluster.blocks import RayBlock
-from roll.distributed.cluster.cluster import Cluster, Placement, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, Placement, RayBlock, create_placement, discover_nodes
 from roll.distributed.cluster.errors import (
     PlacementError,
     RowsLostError,

@@ -49,7 +49,7 @@ class Probe(Worker):
         import torch
 
         from roll.data.stored import store
-        from roll.distributed.cluster.blocks import RayBlock
+        from roll.distributed.cluster.cluster import RayBlock
 
         return store({"tokens_T": torch.full((count,), self.rank)}, torch.tensor([count]), RayBlock.put)
 

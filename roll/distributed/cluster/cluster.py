@@ -13,16 +13,19 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+from roll.data.columns import num_bytes
+from roll.data.stored import Arrays
 from roll.distributed.cluster.errors import (
     NodeLostError,
     PlacementError,
+    RowsLostError,
     RpcTimeoutError,
     StoreFullError,
     WorkerDiedError,
@@ -732,3 +735,42 @@ def death_reason(error: RayActorError) -> str:
 def _plain(text: str) -> str:
     """Without terminal colours and empty lines."""
     return "\n".join(line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip())
+
+
+@dataclass(frozen=True)
+class RayBlock:
+    """A block of columns (``roll.data.stored``) in Ray's object store."""
+
+    ref: ObjectRef
+    node_id: str | None = None
+    """Of the node that it was made on, where that matters."""
+
+    fetched_bytes: ClassVar[int] = 0
+    """Fetched by this process, until somebody sets it back."""
+
+    @classmethod
+    def put(cls, arrays: Arrays) -> RayBlock:
+        import ray
+
+        return cls(ray.put(arrays))
+
+    @classmethod
+    def fetch(cls, blocks: Sequence[RayBlock]) -> list[Arrays]:
+        """Raises ``RowsLostError`` where a block is on a node, or belongs to a process, that is gone."""
+        import ray
+
+        try:
+            found: list[Arrays] = ray.get([block.ref for block in blocks])
+        except (ray.exceptions.ObjectLostError, ray.exceptions.ObjectFetchTimedOutError) as error:
+            raise RowsLostError(str(error).splitlines()[0]) from None
+        RayBlock.fetched_bytes += sum(num_bytes(values) for arrays in found for values in arrays.values())
+        return found
+
+
+def on_lost_nodes(blocks: Iterable[RayBlock]) -> set[RayBlock]:
+    """Those that were made on a node that is gone."""
+    import ray
+
+    found = [block for block in blocks if block.node_id is not None]
+    living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if found else set()
+    return {block for block in found if block.node_id not in living}

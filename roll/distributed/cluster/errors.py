@@ -78,7 +78,7 @@ class StoreFullError(ClusterError):
         what = "what it returns" if self.num_bytes is None else f"its arguments, {self.num_bytes / 2**20:,.1f} MiB"
         return (
             f"{self.role}.{self.call}{_at(self.step)}: Ray's object store has no room for {what}. {self.state} It is "
-            "filled by batches on their way to workers, and by finished rollouts that nobody has fetched. Set "
+            "filled by batches on their way to workers, and by finished rollouts that wait for their step. Set "
             "ray_init.object_store_memory_mb higher (below the size of /dev/shm), free disk space, or make steps "
             "smaller: rollout_batch_size, response_length, max_running_groups, async_generation_ratio"
         )

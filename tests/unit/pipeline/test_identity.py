@@ -84,7 +84,7 @@ def test_groups_arrive_with_each_their_picture():
 
     for item, num_tokens in ((CAT, 9), (DOG, 7 + 9)):
         sent = FlatGroups.of([group(item)])
-        assert len(sent.tokens) == num_tokens
+        assert len(sent.block.arrays["tokens_T"]) == num_tokens
         (found,) = pickle.loads(pickle.dumps(sent))
         assert found.trajectories[0].turns[1].prompt_ids.tolist() == [*prompt(item), 5, 7]
 

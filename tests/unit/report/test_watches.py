@@ -16,7 +16,7 @@ from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.session import StoppedByWatchError
 from roll.report.record import RunRecord
 from roll.report.watches import WATCHES, Watching, alarm_of
-from roll.rollout.metrics import repetition
+from roll.rollout.types import repeated
 from tests.unit.pipeline.test_loop import Counting, run
 from tests.unit.report.test_diagnosis import RECORDS, record
 
@@ -100,7 +100,7 @@ def test_no_watch_speaks_in_a_sound_run(name: str) -> None:
     for step in whole.steps:
         assert not watching.look(int(step["step"] or 0), step)
     texts = [turn for group in whole.groups for each in group for turn in each["text"].split("\n")]
-    assert repetition([np.array([ord(letter) for letter in text]) for text in texts]) < 0.2
+    assert np.mean([repeated(np.array([ord(letter) for letter in text])) for text in texts]) < 0.2
 
 
 @pytest.mark.parametrize(("name", "watch"), [("entropy_bonus", "dead_groups"), ("too_hard", "dead_groups")])
@@ -116,9 +116,8 @@ def test_repetition_is_the_share_of_repeated_runs_of_tokens() -> None:
     rng = np.random.default_rng(0)
     fresh, loop = rng.integers(0, 50_000, 300), np.tile(np.arange(10), 30)
     runs = {tuple(loop[at : at + 8]) for at in range(len(loop) - 7)}
-    assert repetition([fresh]) == 0 and repetition([loop]) == pytest.approx(1 - len(runs) / 293)
-    assert repetition([fresh, loop]) == pytest.approx(repetition([loop]) / 2) and repetition([]) == 0
-    assert repetition([np.arange(3)]) == 0
+    assert repeated(fresh) == 0 and repeated(loop) == pytest.approx(1 - len(runs) / 293)
+    assert repeated(np.arange(3)) == repeated(np.arange(0)) == 0
 
 
 def test_every_watch_has_a_key_and_a_key_of_its_own_overrides_the_default() -> None:

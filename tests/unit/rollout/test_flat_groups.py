@@ -1,8 +1,9 @@
-"""Groups between processes: equal in every field, with the arrays of all turns as three."""
+"""Groups between processes: equal in every field, with the arrays of all turns as four, three of them in a block."""
 
 import pickle
 from dataclasses import replace
 
+from roll.data.columns import expand
 from roll.rollout.types import RolloutGroup, Trajectory
 from roll.rollout.workers import FlatGroups
 from tests.unit.rollout.test_saved_groups import assert_equal
@@ -20,7 +21,7 @@ def there_and_back(*groups: RolloutGroup) -> tuple[list[RolloutGroup], int]:
     return list(pickle.loads(data, buffers=buffers)), len(buffers)
 
 
-def test_groups_arrive_as_they_were_in_three_arrays():
+def test_groups_arrive_as_they_were_in_four_arrays():
     steps = make_trajectory([make_turn([1, 2], [3, 4], 0.5), make_turn([1, 2], [], 0.0, -0.1)], history=False)
     steps = replace(steps, info={"prompt_id": "p", "count": 3}, frames=(b"png", "text"))
     groups = [
@@ -31,14 +32,15 @@ def test_groups_arrive_as_they_were_in_three_arrays():
     ]
     got, num_arrays = there_and_back(*groups)
     assert_equal(got, groups)
-    assert num_arrays == 3
-    assert there_and_back() == ([], 3)
+    assert num_arrays == 4
+    assert there_and_back() == ([], 4)
 
 
 def test_a_conversation_is_there_once_and_does_not_keep_other_groups():
     long = make_trajectory(conversation([([1] * 100, [2] * 100, 0.0)] * 20), history=True)
     (group, _), _ = there_and_back(RolloutGroup(0, "A", (long,)), RolloutGroup(1, "A", (long,)))
-    assert len(group.trajectories[0].turns[0].prompt_ids.base) == 20 * 200  # type: ignore[arg-type]
+    assert len(expand(FlatGroups.of([group]).block.arrays["tokens_T"])) == 20 * 200  # type: ignore[attr-defined]
+    assert group.trajectories[0].turns[0].prompt_ids.base is None
 
 
 def test_what_is_no_conversation_though_it_should_be_one_arrives_too():

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.data.stored import Stored
 from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import TOOL_TURNS, EpisodeSpec, LengthLimits, Recorder, StepEnvManager, TrajEnvManager
 from roll.rollout.rows import groups_to_batch
@@ -101,6 +103,9 @@ def assert_trained(trajectory: Trajectory, log: EngineLog) -> int:
     if not sampled:
         return 0
     batch = groups_to_batch([sent], ["A"])
+    assert isinstance(vars(batch)["tokens_T"], Stored), "rows stay where they are"
+    for name, column in vars(groups_to_batch([RolloutGroup(0, "A", (trajectory,))], ["A"])).items():
+        assert torch.equal(getattr(batch, name), column) if isinstance(column, torch.Tensor) else column is None
     assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
     rows = []
     for start, length in zip(batch.offsets_B.tolist(), batch.lengths_B.tolist(), strict=True):

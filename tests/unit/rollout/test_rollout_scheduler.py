@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
-from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, RayBlock, create_placement, discover_nodes
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
@@ -22,9 +23,10 @@ from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup
-from roll.rollout.workers import GroupWorker
+from roll.rollout.workers import FlatGroups, GroupWorker
 from tests.support.warm.start import warm_workers
 from tests.unit.rollout.conftest import wait_until
+from tests.unit.rollout.test_trajectory import make_trajectory, make_turn
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
 
@@ -347,6 +349,20 @@ def test_groups_of_another_configuration_are_played_again_after_a_resume(schedul
     assert collected.rejected == rejected[:1]
     assert sorted(int(note[1]) for note in notes(folder) if note[0] == "play") == [1, 2, 4]
     assert collecting.commit(admission) == {"trained": 4, "settled": 1, "waiting": 0}
+
+
+def test_groups_that_wait_are_played_again_where_their_node_is_gone(scheduler, folder):
+    episode = make_trajectory([make_turn([1, 2], [3])], history=True)
+    there, gone = FlatGroups.of([RolloutGroup(number, "A", (episode,)) for number in (0, 1)])
+    for group, node in ((there, ray.nodes()[0]["NodeID"]), (gone, "one that was here once")):
+        vars(group.trajectories[0])["final_observation"].block = RayBlock(ray.put({}), node)
+    collecting, admission = scheduler(), Admission(2)
+    admission.open(1)
+    for group in (there, gone):
+        admission.finish(admission.start())
+        collecting.groups[group.group_id] = group
+    taken = collecting.take(admission, 1).groups
+    assert taken[0] is there and taken[1].errors and [line[:2] for line in notes(folder)] == [["play", "1"]]
 
 
 def test_a_resumed_run_goes_on_with_another_filter(scheduler, folder):
