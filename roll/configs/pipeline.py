@@ -310,7 +310,10 @@ class RunConfig(Config):
         default=3, ge=1, description="Steps in a row skipped for a NaN or infinite loss before the run stops."
     )
     max_worker_restarts: int = Field(
-        default=2, ge=0, description="Dead workers that are replaced before the run stops."
+        default=2,
+        ge=0,
+        description="Dead workers that are replaced before the run stops; all that a lost node takes along count as "
+        "one. Generating workers are left out where their devices are gone.",
     )
 
     val_batch_size: int | None = Field(

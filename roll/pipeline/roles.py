@@ -21,7 +21,7 @@ from roll.configs.rl import VAL_INFER, RLConfig
 from roll.configs.worker import ModelArguments, ReplayMode, TrainingArguments
 from roll.data.batch import Batch
 from roll.data.templates import ChatTemplate
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, lost_nodes
 from roll.distributed.cluster.errors import NodeLostError, WorkerDiedError
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
@@ -35,11 +35,13 @@ logger = logging.getLogger(__name__)
 
 
 class RestartBudget:
-    """Dead workers that a run may still replace."""
+    """Dead workers that a run may still replace; those that a lost node takes along count as one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._spent = 0
+        self._nodes: set[str] = set()
+        """Lost ones that are counted."""
 
     def spend(self, dead: Sequence[tuple[Cluster, int]], during: str, error: BaseException) -> None:
         """Counts the dead (cluster, rank) and says so.
@@ -47,7 +49,12 @@ class RestartBudget:
         Raises:
             WorkerDiedError: there are more than may be replaced.
         """
-        self._spent += len(dead)
+        places = [cluster.whereabouts.get(rank) for cluster, rank in dead]
+        gone = lost_nodes() if any(places) else set[str]()
+        nodes = {place.node_id for place in places if place is not None and place.node_id in gone}
+        alone = sum(place is None or place.node_id not in gone for place in places)
+        self._spent += alone + len(nodes - self._nodes)
+        self._nodes |= nodes
         if self._spent > self._limit:
             cluster, rank = dead[0]
             limit = f"max_worker_restarts={self._limit} {'is' if self._limit else 'allows no restart; it is'} used up"

@@ -58,7 +58,7 @@ def said(process: subprocess.Popen[str], order: str = "") -> str:
 
 @pytest.mark.timeout(600)
 def test_a_run_outlives_a_node_that_generates_and_after_one_that_trains_goes_on_with_fewer_ranks(rlvr, machines):
-    address, steps = said(machines), (f"max_steps={STEPS}", "max_worker_restarts=9")
+    address, steps = said(machines), (f"max_steps={STEPS}", "max_worker_restarts=2")
     layout = ("num_nodes=3", "actor_train.device_mapping=[0,2]", "actor_infer.device_mapping=[1,4]")
     layout += ("actor_train.training_args.per_device_train_batch_size=4",)  # of two ranks
     orders = ("hold-actor_infer-1-generate-1", "hold-actor_train-1-train-2")

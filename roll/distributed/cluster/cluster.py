@@ -169,6 +169,13 @@ def discover_nodes() -> list[NodeInfo]:
     )
 
 
+def lost_nodes() -> set[str]:
+    """Ids of the nodes that are gone."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
+
 @dataclass(frozen=True)
 class NodeView:
     """View of a process on the node."""

@@ -12,6 +12,8 @@ import pytest
 
 from roll.data.requests import Completion, FinishReason
 from roll.distributed.cluster.errors import WorkerDiedError
+from roll.distributed.cluster.hangs import Whereabouts
+from roll.pipeline import rollout_workers
 from roll.pipeline.roles import RestartBudget
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import (
@@ -231,9 +233,10 @@ class Workers:
         self.lives = True
         self.fails: Exception | None = None
         self.cluster = self
+        self.whereabouts: dict[int, Any] = {}
 
-    def alive(self) -> list[bool]:
-        return [self.lives]
+    def dead(self) -> list[int]:
+        return [] if self.lives else [0]
 
     def restart(self, ranks: Any) -> None:
         self.restarts[0] += 1
@@ -275,7 +278,8 @@ def started(limit: int = 9) -> tuple[Connected, Workers, Workers, Workers]:
 LOST = RuntimeError("lost")
 
 
-def test_a_death_that_hits_an_evaluation_and_the_rollouts_beside_it_is_repaired_once_for_both():
+def test_a_death_that_hits_an_evaluation_and_the_rollouts_beside_it_is_repaired_once_for_both(monkeypatch):
+    monkeypatch.setattr(rollout_workers, "NODE_VERDICT_S", 0.0)
     roles, players, _, _ = started()
     players.lives = False
     roles.recover(LOST, evaluates=True)
@@ -300,6 +304,19 @@ def test_the_dead_are_replaced_as_often_as_is_allowed():
     roles, players, generator, _ = started(limit=1)
     players.lives = generator.lives = False
     with pytest.raises(WorkerDiedError, match="max_worker_restarts=1 is used up"):
+        roles.recover(LOST, evaluates=False)
+
+
+def test_what_dies_with_a_node_counts_once(monkeypatch):
+    monkeypatch.setattr("roll.pipeline.roles.lost_nodes", lambda: {"lost"})
+    roles, players, generator, _ = started(limit=2)
+    for workers in (players, generator):
+        workers.lives, workers.whereabouts = False, {0: Whereabouts(1, "lost")}
+    roles.recover(LOST, evaluates=False)
+    players.lives, players.whereabouts = False, {0: Whereabouts(2, "living")}
+    roles.recover(LOST, evaluates=False)
+    players.lives = False
+    with pytest.raises(WorkerDiedError, match="max_worker_restarts=2 is used up"):
         roles.recover(LOST, evaluates=False)
 
 
