@@ -536,7 +536,7 @@ def recorded_sync(**options: bool) -> tuple[WeightSync, RecordingTrainer]:
     )
     trainer = RecordingTrainer(plan)
     generator: Any = SimpleNamespace(
-        name="actor_infer", world_size=2, slots=plan.workers("actor_infer"), handles=[None, None]
+        name="actor_infer", ranks=[0, 1], slots=plan.workers("actor_infer"), handles=[None, None]
     )
     updates = WeightSync(trainer, generator, bucket_bytes=1 << 20, **options)  # type: ignore[arg-type]
     return updates, trainer
