@@ -196,7 +196,8 @@ class Handle:
         return Ref(self._loop.start(self._call(method, own, block))), block
 
     async def _call(self, method: str, own: Packed, block: Key | None = None) -> Packed:
-        given = [ray.get([arg])[0] if isinstance(arg, Key) else arg for arg in own.value()]
+        given: list[Any] = own.value()
+        given = [ray.get([arg])[0] if isinstance(arg, Key) else arg for arg in given]  # type: ignore[arg-type]
         result = getattr(self._worker, method)(*given)
         result = await result if asyncio.iscoroutine(result) else result
         if block is not None:
