@@ -51,7 +51,7 @@ class TokenScores:
     experts_TE: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
     """int16 [T, E] the experts that each token itself went through, layer by layer; -1 where that is not known."""
     mismatch_BK: Tensor | None = None
-    """As in ``Batch``."""
+    """float64 [B, 3] sums of the differences to the rollout's log-probs, see ``Batch``."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns of quantities (``roll.algorithms.quantities``) that have no field here, by name."""
 

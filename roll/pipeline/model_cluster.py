@@ -145,7 +145,7 @@ def steps_with_tokens(batch: Batch, steps: Sequence[Tensor]) -> list[Tensor]:
 
 
 def take_fetched() -> Metrics:
-    """``memory/fetched_gb``: what the driver has fetched since the last call of columns that were left in blocks."""
+    """``memory/fetched_gb``: 10⁹ bytes of columns left in blocks that the driver has fetched since the last call."""
     num_bytes, RayBlock.fetched_bytes = RayBlock.fetched_bytes, 0
     return {"memory/fetched_gb": num_bytes / 1e9}
 

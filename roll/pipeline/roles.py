@@ -60,7 +60,7 @@ class RestartBudget:
             limit = f"max_worker_restarts={self._limit} {'is' if self._limit else 'allows no restart; it is'} used up"
             raise WorkerDiedError(cluster.name, rank, during, Cluster.current_step, f"{limit} ({error})") from error
         for cluster, rank in dead:
-            logger.warning("%s rank %d died in %s and is replaced: %s", cluster.name, rank, during, error)
+            logger.warning("%s rank %d died in %s: %s", cluster.name, rank, during, error)
 
 
 class Replicas:

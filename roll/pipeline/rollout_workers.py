@@ -22,6 +22,9 @@ from roll.rollout.schedule import Schedule
 from roll.rollout.scheduler import RolloutScheduler
 from roll.utils.registry import UnknownNameError
 
+_LOOK_S = 0.5
+"""Between two looks at who is dead."""
+
 
 class RolloutWorkers(ABC):
     """Workers that run episodes, and what they need besides the engines.
@@ -103,7 +106,7 @@ class RolloutWorkers(ABC):
             if time.monotonic() > deadline:
                 raise error
             self._on_tick()
-            time.sleep(0.5)
+            time.sleep(_LOOK_S)
         self._roles.restarts.spend(dead, "a rollout", error)
         for cluster, rank in dead:
             if cluster is not replicas.cluster:

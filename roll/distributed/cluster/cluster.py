@@ -677,19 +677,25 @@ class Cluster:
             raise StoreFullError(self.name, call, self.current_step, None, store_state()) from None
         cause.add_note(f"in {self.name} rank {rank}, call {call}, step {self.current_step}; traceback there:")
         cause.add_note(_plain(str(error)))
-        dead = self.dead() if self.world_size > 1 else []
-        # A peer's death reaches the survivors as a broken connection, often before Ray reports the death itself.
-        deadline = time.monotonic() + NODE_VERDICT_S
-        apart = isinstance(cause, RuntimeError) and len({slot.node for slot in self.slots}) > 1
-        while apart and not dead and time.monotonic() < deadline:
-            time.sleep(_ALIVE_WAIT_S)
-            dead = self.dead()
-        if dead:
+        if dead := self._dead_peers(cause):
             at = self.whereabouts.get(dead[0])
             place = f"process {at.pid} on node {at.node_id}" if at else "its process"
             reason = f"{place} is gone; rank {rank} then failed with {type(cause).__name__}"
             raise WorkerDiedError(self.name, dead[0], call, self.current_step, reason) from cause
         raise cause from None
+
+    def _dead_peers(self, cause: BaseException) -> list[int]:
+        """Dead ranks that may be behind the error of another one.
+
+        A peer's death reaches the survivors as a broken connection, often before Ray reports the death itself.
+        """
+        if self.world_size == 1:
+            return []
+        apart = isinstance(cause, RuntimeError) and len({slot.node for slot in self.slots}) > 1
+        deadline = time.monotonic() + (NODE_VERDICT_S if apart else 0.0)
+        while not (dead := self.dead()) and time.monotonic() < deadline:
+            time.sleep(_ALIVE_WAIT_S)
+        return dead
 
 
 def _store_errors() -> tuple[type[Exception], ...]:
@@ -775,7 +781,7 @@ class RayBlock:
 
 
 def on_lost_nodes(blocks: Iterable[RayBlock]) -> set[RayBlock]:
-    """Those that were made on a node that is gone."""
+    """Those that were made on a node that is gone, even if Ray has forgotten it."""
     import ray
 
     found = [block for block in blocks if block.node_id is not None]
