@@ -464,6 +464,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", _STANDARD, _nothing_more),
     "smollm3": Family("SmolLM3ForCausalLM", _STANDARD, _smollm3, problems=_same_biases, own_modules=True),
     "qwen2": Family("Qwen2ForCausalLM", _STANDARD, _qwen2),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _STANDARD, _qwen2, own_modules=True),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         (*_STANDARD, *_router(), *SHARED_EXPERT),
