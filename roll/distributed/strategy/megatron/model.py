@@ -51,8 +51,10 @@ def freeze_parts(model: MegatronModel, context: StrategyContext) -> None:
     args = context.worker.model_args
     with raise_on_all_ranks():
         with torch.device("meta"):
-            options = {"config_kwargs": args.model_config_kwargs, "pictures": context.pictures}
-            hf_model = make_skeleton(context.head, context.model_path, dtype=torch.float32, **options)
+            kwargs, pictures = args.model_config_kwargs, context.pictures
+            hf_model = make_skeleton(
+                context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs, pictures=pictures
+            )
         frozen = frozen_parameters(hf_model, args.frozen_prefixes, head=context.head != "lm")
         for chunk, layout in zip(model.chunks, model.layouts, strict=True):
             for name, parameter in chunk.named_parameters():
@@ -92,6 +94,11 @@ class MegatronModel:
     """The chunks as they are called."""
     hf_model: PreTrainedModel | None = None
     """Of a configuration with other parts than a language model, which it has on the meta device."""
+
+    @property
+    def has_tower(self) -> bool:
+        """The trunk is more than a language model; whether that is computed with or not."""
+        return self.converted.trunk != MODEL_PREFIX
 
     @property
     def takes_plans(self) -> bool:

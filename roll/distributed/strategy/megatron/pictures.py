@@ -50,6 +50,10 @@ class Sight:
         self._chunk = chunk
         text = hf_model.config.get_text_config()
         chunk.angles = functools.partial(rotary_angles, transformers_class(text, "RotaryEmbedding")(text))
+        self._within: list[Tensor] = []
+        """What the first layers' outputs are raised by (DeepStack, Meng et al. 2024), of the micro-batch that runs."""
+        for number, _ in enumerate(getattr(hf_model.config.vision_config, "deepstack_visual_indexes", ())):
+            chunk.decoder.layers[number].register_forward_hook(functools.partial(self._raise, number))
 
     def lay_out(self, one: MegatronInput, *, unmodified: bool) -> MegatronInput:
         """A micro-batch with its pictures.
@@ -87,10 +91,14 @@ class Sight:
         seen = self.tower.see(one.pictures)
         cells_SR = one.pictures.cells_RC.T.to(one.input_ids_RS.device)
         embedded = self._chunk.embedding(input_ids=one.input_ids_RS, position_ids=None)
-        features = self._placed(seen["mm_encoder_outputs"]["image"].pooler_output, cells_SR)
+        output = seen["mm_encoder_outputs"]["image"]
+        features = self._placed(output.pooler_output, cells_SR)
+        embedded = torch.where(self._share(cells_SR)[..., None], features, embedded)
+        within = [self._placed(each, cells_SR) for each in output.get("deepstack_features") or ()]
+        self._within = [each.detach().requires_grad_(each.requires_grad) for each in within]
         positions = one.pictures.positions_4RC
         return {
-            "decoder_input": torch.where(self._share(cells_SR)[..., None], features, embedded),
+            "decoder_input": _Passed.apply(embedded, self._within, *within) if within else embedded,
             "position_ids": None if positions is None else positions[1:].to(one.input_ids_RS.device),
         }
 
@@ -105,6 +113,10 @@ class Sight:
             return whole
         return cast(Tensor, tensor_parallel.scatter_to_sequence_parallel_region(whole))
 
+    def _raise(self, number: int, layer: nn.Module, args: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """A forward hook, also where a layer is computed again."""
+        return output[0] + self._within[number], output[1]
+
     def _share(self, cells_SR: Tensor) -> Tensor:
         """This sequence-parallel rank's part."""
         from megatron.core import parallel_state
@@ -113,3 +125,19 @@ class Sight:
             return cells_SR
         size = parallel_state.get_tensor_model_parallel_world_size()
         return cells_SR.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+class _Passed(torch.autograd.Function):
+    """Embedded tokens, whose gradient is known after that of every layer: then features get theirs.
+
+    Layers that are computed again run backward passes of their own, in which the features are leaves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, embedded: Tensor, leaves: list[Tensor], *features: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return embedded.view_as(embedded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gradient, None, *(leaf.grad for leaf in ctx.leaves)

@@ -33,6 +33,7 @@ from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch, worth_sharing
 from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States
+from roll.distributed.strategy.evidence import pictures_seen
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
@@ -165,6 +166,9 @@ class MegatronInfer(Scorer):
         held = one.input_ids_RS.numel() // self.options.tensor_model_parallel_size
         own_T = places_T - held * parallel_state.get_tensor_model_parallel_rank()
         return torch.where((own_T >= 0) & (own_T < held), own_T, -1)
+
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        return pictures_seen(self.own_forward, None if self._sight is None else self._sight.tower, row)
 
     def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         return self.forward_all([micro_batch], limits)[0]
