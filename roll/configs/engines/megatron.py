@@ -267,6 +267,7 @@ class MegatronCard(EngineCard):
         },
     )
     ulysses_instead = "context_parallel_size shares sequences"
+    rates_parts = True
     replays_experts = True
     scores_kept_sets = True
     splits_heads = False  # among other layouts: its own fit knows

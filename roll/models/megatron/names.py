@@ -10,7 +10,7 @@ experts on the way in and put together on the way out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -239,6 +239,13 @@ def torn(held: Collection[str], frozen: Collection[str]) -> str:
         return ""
     names = ", ".join(sorted(missing))
     return f"{names} with the rest that Megatron stores together ({', '.join(sorted(held))}), or none of them"
+
+
+def at_odds(held: Collection[str], rates: Mapping[str, float]) -> str:
+    """Says that those of Megatron's one tensor would learn at several rates; empty where they do not."""
+    if len({rates.get(name) for name in held}) == 1:
+        return ""
+    return f"one rate for {', '.join(sorted(held))}, which Megatron stores together"
 
 
 def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:

@@ -29,12 +29,21 @@ from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX
 from roll.distributed.strategy.training.exchange import raise_on_all_ranks
-from roll.models.freezing import frozen_parameters
+from roll.models.freezing import FREEZE, RATES, freeze, frozen_parameters, own_rates
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import Head, fit_folder, load_config, make_skeleton
 from roll.models.lora import is_adapter
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, set_rotary
-from roll.models.megatron.names import ParallelLayout, is_buffer, load_shards, module_parts, source, split_reader, torn
+from roll.models.megatron.names import (
+    ParallelLayout,
+    at_odds,
+    is_buffer,
+    load_shards,
+    module_parts,
+    source,
+    split_reader,
+    torn,
+)
 from roll.models.stored import StoredTensor
 from roll.models.weight_files import WeightFiles
 
@@ -50,24 +59,52 @@ def freeze_parts(model: MegatronModel, context: StrategyContext) -> None:
     """
     args = context.worker.model_args
     with raise_on_all_ranks():
-        with torch.device("meta"):
-            kwargs, pictures = args.model_config_kwargs, context.pictures
-            hf_model = make_skeleton(
-                context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs, pictures=pictures
-            )
-        frozen = frozen_parameters(hf_model, args.frozen_prefixes, head=context.head != "lm")
-        for chunk, layout in zip(model.chunks, model.layouts, strict=True):
-            for name, parameter in chunk.named_parameters():
-                if name.startswith(HEAD_PREFIX):
-                    continue
-                groups = source(name, model.converted, layout).hf
-                held = {part for group in groups for hf in group for part in module_parts(hf, model.converted)}
-                if expected := torn(held, frozen):
-                    raise ValueError(f"{context.role}.model_args.freeze_module_prefix: expected {expected}")
-                parameter.requires_grad_(parameter.requires_grad and not held <= frozen)
+        frozen = frozen_parameters(_names_of(context), args.frozen_prefixes, head=context.head != "lm")
+        for parameter, held in _held_parts(model):
+            if expected := torn(held, frozen):
+                raise ValueError(f"{context.role}.{FREEZE}: expected {expected}")
+            parameter.requires_grad_(parameter.requires_grad and not held <= frozen)
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         if layout.first_stage:
             chunk.embedding.register_forward_hook(with_gradient)
+
+
+def own_rates_of(model: MegatronModel, context: StrategyContext) -> dict[nn.Parameter, float]:
+    """Learning rates (``learning_rate_of``) of this rank's parameters that have one of their own (collective).
+
+    Raises:
+        ValueError: a key is no part of the model, nothing of it is trained, or it takes only some of the tensors that
+            Megatron keeps in one.
+    """
+    args, found = context.worker.model_args, dict[nn.Parameter, float]()
+    with raise_on_all_ranks():
+        hf_model = _names_of(context)
+        freeze(hf_model, args.frozen_prefixes, head=context.head != "lm")
+        rates = own_rates(hf_model, context.worker.training_args.learning_rate_of)
+        for parameter, held in _held_parts(model):
+            if expected := at_odds(held, rates):
+                raise ValueError(f"{context.role}.{RATES}: expected {expected}")
+            if (rate := rates.get(next(iter(held)))) is not None:
+                found[parameter] = rate
+    return found
+
+
+def _names_of(context: StrategyContext) -> PreTrainedModel:
+    """The Hugging Face model without values."""
+    kwargs = context.worker.model_args.model_config_kwargs
+    with torch.device("meta"):
+        return make_skeleton(
+            context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs, pictures=context.pictures
+        )
+
+
+def _held_parts(model: MegatronModel) -> Iterator[tuple[nn.Parameter, set[str]]]:
+    """This rank's parameters but a head's, and what each holds of the Hugging Face module's."""
+    for chunk, layout in zip(model.chunks, model.layouts, strict=True):
+        for name, parameter in chunk.named_parameters():
+            if not name.startswith(HEAD_PREFIX):
+                groups = source(name, model.converted, layout).hf
+                yield parameter, {hf for group in groups for each in group for hf in module_parts(each, model.converted)}
 
 
 def with_gradient(module: nn.Module, args: object, embedded: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from roll.distributed.strategy.megatron.model import (
     MegatronModel,
     build_model,
     join_parallel_state,
+    own_rates_of,
     saved_name,
     without_transformer_engine,
 )
@@ -319,7 +320,9 @@ class MegatronTrain(MegatronInfer, Trainer):
         assert self.own_forward is not None
         self.own_forward.generated = self._generated
         wrap_for_data_parallelism(self.model, self.options)
-        self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
+        args = self.context.worker.training_args
+        rates = own_rates_of(self.model, self.context) if args.learning_rate_of else {}
+        self._optimizer = MegatronAdam(self.model, self.options, args, rates)
         self._gatherer = WeightGatherer(self.model, self._optimizer)
         if self._model_dtype != torch.float32 and self.context.lora is None:
             # The optimizer's weights start from those in the files, which may be more exact than the model's.
