@@ -277,6 +277,8 @@ def build_model(
             chunk.value_head.requires_grad_(trained)  # beside an adapter too
         chunks.append(chunk)
         layouts.append(_layout(chunk, first=first, last=last))
+    if not layouts[0].first_stage:
+        tower.to("meta")
     model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks), hf_model=hf_model)
     read = folder_reader(model, context, Path(context.model_path))
     with raise_on_all_ranks(), torch.no_grad():

@@ -107,7 +107,9 @@ class MegatronInfer(Scorer):
         self._sight: Sight | None = None
         if context.pictures:
             assert self.model.hf_model is not None
-            self._sight = Sight(context, self.model.hf_model, self.model.chunks[0])
+            layers = [layout.layers for layout in self.model.layouts]
+            with raise_on_all_ranks():
+                self._sight = Sight(context, self.model.hf_model, self.model.chunks, layers)
         self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
@@ -208,11 +210,14 @@ class MegatronInfer(Scorer):
 
         def forward_step(iterator: Iterator[MegatronInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             one = next(iterator)
-            with contextlib.nullcontext() if self._routing is None else self._routing.at(one):
-                arguments = {"position_ids": None} if self._sight is None else self._sight.arguments(one)
-                hidden = chunk(
-                    one.input_ids_RS, attention_mask=None, packed_seq_params=one.packed_seq_params(), **arguments
-                )
+            with contextlib.ExitStack() as stack:
+                arguments: dict[str, Any] = {"position_ids": None, "attention_mask": None}
+                if self._routing is not None:
+                    stack.enter_context(self._routing.at(one))
+                if self._sight is not None:
+                    own = self.model.chunks[self.model.wrapped.index(chunk)]
+                    arguments |= stack.enter_context(self._sight.at(one, own))
+                hidden = chunk(one.input_ids_RS, packed_seq_params=one.packed_seq_params(), **arguments)
             advance()
             return hidden, partial(finish, one)
 
@@ -420,7 +425,8 @@ class MegatronTrain(MegatronInfer, Trainer):
         hf_model = self.model.hf_model
         if not converted.family.experts.alternating and hf_model is None:
             return pieces
-        whole = module_pieces(pieces, converted.family, converted.num_experts)
+        named = [piece for piece in pieces if piece.outline]  # not tied embeddings' copy
+        whole = module_pieces(named, converted.family, converted.num_experts)
         return whole if hf_model is None else [published_piece(one, hf_model, self.context.head) for one in whole]
 
     def find_adapter(self) -> list[WeightShard]:
