@@ -1,7 +1,9 @@
 """Pictures in Megatron's model: a tower of Transformers' modules before it, its features in the places of tokens.
 
 Every tensor-parallel rank has the tower whole and computes the same with it, so that its gradients are whole there too,
-and are summed over data-parallel ranks like all others. Axes: R rows, C columns, S columns on this rank, H hidden units.
+and are summed over data-parallel ranks like all others.
+
+Axes: R rows, C columns of a whole row, S columns, H hidden units, F features, each in its place.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class Sight:
     """
 
     def __init__(
-        self, context: StrategyContext, hf_model: PreTrainedModel, chunks: Sequence[Any], layers: Sequence[Sequence[int]]
+        self,
+        context: StrategyContext,
+        hf_model: PreTrainedModel,
+        chunks: Sequence[Any],
+        layers: Sequence[Sequence[int]],
     ) -> None:
         self.tower = Tower(hf_model, pictures_of(context.model_path))
         self._trunk: Any = hf_model.base_model
