@@ -45,6 +45,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*", re.ASCII)
 _PROCESSORS = ("Qwen2VLImageProcessorPil",)
 """Image processors whose pictures are one piece, as large as it comes out of one resizing."""
+DECODE_LIMIT = 2**26
+"""Pixels that a picture may have before it is resized, unless something else is said."""
 _CACHED = 1024
 """Sizes whose number of tokens, and whose blank, is remembered."""
 
@@ -84,7 +86,7 @@ class Pictures:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-        decode_limit: int = 2**26,
+        decode_limit: int = DECODE_LIMIT,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder = Path(folder)
@@ -144,7 +146,7 @@ class Pictures:
         if isinstance(source, Item):
             return source
         with _placed(source, place):
-            with self._opened(source, folder) as image:
+            with _bounded(source, self.decode_limit, folder) as image:
                 pixels = np.asarray(_rgb(image))
             size, chosen = self._size(*pixels.shape[:2]), self._resizer
             chw = pixels.transpose(2, 0, 1)
@@ -210,26 +212,9 @@ class Pictures:
         counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(counted["num_image_tokens"][0])
 
-    @contextmanager
-    def _opened(self, source: Any, folder: Path | None = None) -> Iterator[Image.Image]:
-        """A picture that is not decoded yet, and not too large to be."""
-        from PIL import Image
-
-        source = source.found if isinstance(source, Source) else source
-        image = _opened(source, folder)
-        try:
-            width, height = image.size
-            if not 0 < width * height <= self.decode_limit:
-                expected = f"expected at least one and at most {self.decode_limit:,} (data_args.image_decode_limit)"
-                raise PictureError(f"{width} x {height} pixels, {expected}")
-            yield image
-        finally:
-            if not isinstance(source, Image.Image):
-                image.close()
-
     def _upright_size(self, source: Any) -> tuple[int, int]:
         """Height and width of a picture that can be decoded."""
-        with self._opened(source) as image:
+        with _bounded(source, self.decode_limit) as image:
             width, height = image.size
             is_short = image.format in ("JPEG", "MPO") and image not in (source, getattr(source, "found", None))
             if is_short:
@@ -320,6 +305,44 @@ class Pictures:
         if token != wanted:
             raise PictureError(f"{where}: the tokenizer's {processor.image_token} is {token}, the model's {wanted}")
         return processor
+
+
+def unresized(source: Any) -> Item:
+    """A picture in its own size, checked as ``Pictures.item`` does, for whoever resizes it himself.
+
+    Raises:
+        PictureError: it cannot be used.
+    """
+    with _placed(source, ""), _bounded(source, DECODE_LIMIT) as image:
+        return Item(np.asarray(_rgb(image)))
+
+
+@functools.lru_cache(maxsize=64)
+def data_uri(item: Item) -> str:
+    """A PNG, pixel by pixel; many ask for equal ones."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(item.data).save(buffer, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+@contextmanager
+def _bounded(source: Any, limit: int, folder: Path | None = None) -> Iterator[Image.Image]:
+    """A picture that is not decoded yet, and not too large to be."""
+    from PIL import Image
+
+    source = source.found if isinstance(source, Source) else source
+    image = _opened(source, folder)
+    try:
+        width, height = image.size
+        if not 0 < width * height <= limit:
+            expected = f"expected at least one and at most {limit:,} (data_args.image_decode_limit)"
+            raise PictureError(f"{width} x {height} pixels, {expected}")
+        yield image
+    finally:
+        if not isinstance(source, Image.Image):
+            image.close()
 
 
 def _entries(path: Path) -> dict[str, Any]:

@@ -168,9 +168,9 @@ def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
 def replaced(messages: Sequence[Message], make: Callable[[Source], Any]) -> tuple[Message, ...]:
     """The messages of a row with what ``make`` gives in place of the sources."""
     return tuple(
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [_part(part, make) for part in _parts(message)]}
+        {**message, "content": [_part(part, make) for part in content]}
+        if isinstance(content := message.get("content"), list | tuple)
+        else message
         for message in messages
     )
 
