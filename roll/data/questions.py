@@ -12,7 +12,7 @@ from typing import Any
 from roll.configs.data import DataArguments
 from roll.data.files import Problems, Row, read_rows
 from roll.data.identity import conversation_digest
-from roll.data.pictures import Source
+from roll.data.pictures import Reach, Source
 from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_messages, row_tools
 from roll.data.row_pictures import PARTS, sources_in
 from roll.data.tool_messages import PICTURE, Tool, in_words, text_of
@@ -70,23 +70,23 @@ def read_questions(
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} exists already; expected an unused name: --answer-key NAME")
-            yield row, question_of(row.values, column, system, _folder(row, image_folder))
+            yield row, question_of(row.values, column, system, _reach(row, image_folder))
         except RowError as error:
             problems.add(row.place, str(error))
 
 
-def _folder(row: Row, image_folder: str | None) -> Path:
-    """The folder of a row's pictures."""
-    return Path(row.file).parent if image_folder is None else Path(image_folder).expanduser()
+def _reach(row: Row, image_folder: str | None) -> Reach:
+    """Where a row's pictures may lie."""
+    return Reach(Path(row.file).parent if image_folder is None else Path(image_folder).expanduser())
 
 
 def question_of(
-    values: Mapping[str, Any], column: str | None, system: str | None = None, folder: Path | None = None
+    values: Mapping[str, Any], column: str | None, system: str | None = None, reach: Reach | None = None
 ) -> Question:
     """The question of a row.
 
     Args:
-        folder: of its pictures; ``None``: none are read.
+        reach: of its pictures; ``None``: none are read.
 
     Raises:
         RowError: there is none, or it is no text and no list of messages that ends with the user's.
@@ -98,7 +98,7 @@ def question_of(
             raise RowError(f"no column {' or '.join(map(repr, PROMPTS))}, the row has {names}; name it: --prompt-key")
     talks = column == PROMPTS[0] or isinstance(lookup(values, column), list)
     args = _columns(column, talks, system)
-    return Question(row_messages(values, args, folder), row_tools(values, args), is_text=not talks)
+    return Question(row_messages(values, args, reach), row_tools(values, args), is_text=not talks)
 
 
 def question_in(info: Mapping[str, Any], observation: str) -> list[Message]:
@@ -215,12 +215,12 @@ def read_responses(
             if columns.answers is None and isinstance(row.values.get(TURNS), list):
                 yield _episode(row, columns, shows=shows)
             else:
-                yield _answered(row, columns, _folder(row, image_folder) if shows else None)
+                yield _answered(row, columns, _reach(row, image_folder) if shows else None)
         except RowError as error:
             problems.add(row.place, str(error))
 
 
-def _answered(row: Row, columns: AnswerColumns, folder: Path | None) -> ResponseRow:
+def _answered(row: Row, columns: AnswerColumns, reach: Reach | None) -> ResponseRow:
     values = row.values
     column = columns.answers or ANSWERS
     try:
@@ -230,7 +230,7 @@ def _answered(row: Row, columns: AnswerColumns, folder: Path | None) -> Response
     question, asked = None, columns.prompt or next((name for name in PROMPTS if name in values), None)
     told = values if asked is None else _in_words(values, asked)
     if asked is not None:
-        question = question_of(told if folder is None else values, asked, folder=folder)
+        question = question_of(told if reach is None else values, asked, reach=reach)
     messages = () if question is None else question.messages
     pictures = tuple(sources_in(messages))
     messages = in_words(messages)
