@@ -109,7 +109,7 @@ has one. A script compared 569 values (samples per prompt and optimizer step, le
 intervals, files, tags, bounds, rewards) with the sources: one differs, the step of `qwen3-vl-8B-geo3k` with
 `fsdp2_train`, whose `gradient_accumulation_steps` was left as it is.
 
-The eleven more were read later the same day, from versions that nobody had looked at: 8 were valid at the first try, 4
+The eleven more were read later the same day, from versions that nobody had looked at: 8 were valid at the first try, 5
 of them whole, and one with a wrong meaning: ROLL's script for on-policy distillation switches `is_pure_opd` on, which
 its files do not say, so the teachers were dropped. With the engines that they name, 5 are valid. The two files that
 verl's scripts for GEO3K with a tool name were beside them.
