@@ -60,12 +60,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp2_train": {},
     "deepspeed_train": {"zero_optimization": {"stage": 2}},
+    "megatron_train": {},
 }
 BOUNDS = {"logprobs": 1e-4, "loss": 5e-6, "grad_norm": 5e-5, "weights": 5e-5, "saved": 5e-5, "neighbour": 1e-5}
 """As in ``test_families``; a state gathers the rounding of all tokens."""
 ROWS = [(family, trainer, variant) for family in FAMILIES for trainer in TRAINERS for variant in VARIANTS]
 CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
-CHOICE |= {("qwen3_5", "fsdp2_train", "packed")}
+CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen3_vl", "megatron_train", "cut")}
 
 
 def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
@@ -118,7 +119,7 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, varia
 
 
 @pytest.mark.slow  # two processes
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train"])
 def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
     """Every rank enters as many collectives of the tower's layers, whatever its micro-batches show."""
     two: dict[str, Any] = {"world_size": 2, "saved": False}
@@ -139,12 +140,49 @@ def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
         check(layout, measured[layout.id])
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[1:])])
-def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
-    """With its tower, in the layout and with the picture processor that were published."""
+@pytest.mark.slow  # two processes
+def test_ranks_of_megatron_compute_with_one_tower(tmp_path):
+    """Its gradients are summed over copies of the model alone; it may be frozen where all else is computed again."""
+    two: dict[str, Any] = {"world_size": 2, "saved": False}
+    recomputed = {"disable_gradient_checkpointing": False}
+    parts = {"freeze_module_prefix": "model.visual.blocks,model.language_model.embed_tokens"}
+    whole_optimizer = {"use_distributed_optimizer": False, "overlap_grad_reduce": True}
+    sharing = {"tensor_model_parallel_size": 2}
+    layouts = [
+        row("qwen3_vl", "megatron_train", "cut", name="cut", **two),
+        row("qwen3_vl", "megatron_train", "packed", name="frozen", **two, model_args=recomputed | parts),
+        row("qwen3_vl", "megatron_train", "shared", name="copies", **two, strategy_config=whole_optimizer),
+        row("qwen3_vl", "megatron_train", "shared", name="tp2", **two, strategy_config=sharing),
+    ]
+    sharing = sharing | {"sequence_parallel": True}
+    layouts += [
+        row("qwen3_vl", "megatron_train", "packed", name="sp", **two, strategy_config=sharing, model_args=recomputed),
+        row("qwen3_vl", "megatron_train", "lora", name="sp-lora", **two, strategy_config=sharing),
+    ]
+    make_model(tmp_path / "qwen3_vl", "qwen3_vl")
+    measured = measure(layouts, tmp_path)
+    for layout in layouts:
+        check(layout, measured[layout.id])
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [
+        pytest.param(family, engine, marks=[] if family == "qwen2_5_vl" else pytest.mark.slow)
+        for family in FAMILIES
+        for engine in ("fsdp2_train", "megatron_train")
+    ],
+)
+def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, engine):
+    """With its tower, in the layout and with the picture processor that were published; by another engine too."""
     folder = models / family if (models / family).exists() else make_model(models / family, family)
-    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "packed"), folder, 0))
-    trainer.setup()
+
+    def make(engine: str) -> Any:
+        made: Any = STRATEGIES.get(engine)(make_context(row(family, engine, "packed"), folder, 0))
+        made.setup()
+        return made
+
+    trainer = make(engine)
     trainer.train_step(make_pictured(0), policy_loss)
     trainer.save_model(tmp_path / "saved")
     sent = exported(trainer)
@@ -159,6 +197,14 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
     said_T = trainer.logprobs(batch).logprobs_T
     for model in (receiver, AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()):
         assert float((plain_logprobs(model, batch, TEMPERATURE) - said_T).abs().max()) < 1e-4
+    trainer.save(tmp_path / "checkpoint")
+    other = make("fsdp2_train" if engine == "megatron_train" else "megatron_train")
+    other.load(tmp_path / "checkpoint")
+    for each in (trainer, other):
+        each.train_step(make_pictured(1), policy_loss)
+    one, two = exported(trainer), exported(other)
+    assert max(float((one[name] - two[name]).abs().max()) for name in sent) < 1e-5
+    assert not torch.equal(one[moved[0]], sent[moved[0]])
 
 
 def plain_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
@@ -173,15 +219,19 @@ def plain_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor
     return found_T
 
 
-@pytest.mark.parametrize(("role", "engine"), [("train", "megatron_train"), ("infer", "sglang")])
-def test_other_engines_are_refused_by_name(role, engine):
-    worker = {"strategy_args": {"strategy_name": engine}}
-    config = PipelineConfig.model_validate({"actor_infer": {"world_size": 1}, f"actor_{role}": worker})
-    reason = no_pictures(config)
-    assert reason.startswith(f"actor_{role}'s {engine} ")
+def test_other_engines_and_layouts_are_refused_by_name():
+    def refused(**strategies: Any) -> str:
+        roles = {f"actor_{role}": {"strategy_args": chosen} for role, chosen in strategies.items()}
+        return no_pictures(PipelineConfig.model_validate({"actor_infer": {"world_size": 1}} | roles))
+
+    reason = refused(infer={"strategy_name": "sglang"})
+    assert reason.startswith("actor_infer's sglang ")
     for family in FAMILIES:
-        refused = reason.partition(f"{engine} ")[2]
-        record("family", {"family": f"{family} pictures", "engine": engine, "variant": "whole", "refused": refused})
+        row_of = {"family": f"{family} pictures", "engine": "sglang", "variant": "whole"}
+        record("family", row_of | {"refused": reason.partition("sglang ")[2]})
+    for key in ("pipeline_model_parallel_size", "context_parallel_size"):
+        megatron = {"strategy_name": "megatron_train", "strategy_config": {key: 2}}
+        assert refused(train=megatron) == f"actor_train's megatron_train takes no pictures with {key} 2"
 
 
 PROMPTS: list[list[Any]] = [

@@ -18,6 +18,7 @@ from roll.data.identity import content_ids
 from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
 from roll.data.pictures import Pictures
 from roll.data.requests import GenerateRequest
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.generator import check_request
 from roll.models.own_forward import in_one_process
@@ -129,16 +130,16 @@ def other_grid(pictures: PictureInput) -> PictureInput:
     return dataclasses.replace(pictures, values=[values])
 
 
+@pytest.mark.parametrize("engine", ["fsdp2_train", "megatron_train"])
 @pytest.mark.parametrize("change", [swapped, one_off, other_grid])
-def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, change):
-    trainer: Any = Fsdp2Train(
-        make_context(models("qwen3_vl"), "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
-    )
+def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, change, engine):
+    options: dict[str, Any] = {"worker": PACKED, "pictures": True, "temperature": 1.0}
+    trainer: Any = STRATEGIES.get(engine)(make_context(models("qwen3_vl"), engine, **options))
     trainer.setup()
     batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [2, picture(1, 2, 3), -9]], 1)
-    made = Tower.of_batch
-    monkeypatch.setattr(Tower, "of_batch", lambda tower, inputs: change(made(tower, inputs)))
-    with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model.layers"):
+    made = Tower.of_rows
+    monkeypatch.setattr(Tower, "of_rows", lambda *given: change(made(*given)))
+    with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in [a-z_.]+\.layers\.0"):
         trainer.logprobs(batch)
     monkeypatch.undo()
     trainer.logprobs(batch)
