@@ -96,8 +96,8 @@ by hand; 8 differed without a report at first, and these cases are fixed.
 At the first try, before their problems were fixed, 15 of the first 17 files of ROLL validated, 9 of 12 of verl up to
 0.7 and 13 of 18 since.
 
-The files with pictures were measured on 27 November 2026. Megatron and SGLang have not been compared on pictures here,
-and 15 of the 31 files name one of them. The engine is changed with the system's own keys, for verl
+The files with pictures were measured on 27 November 2026. Neither Megatron nor SGLang took pictures then, and 15 of the
+31 files name one of them; Megatron does now. The engine is changed with the system's own keys, for verl
 `actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2` (and `model_engine=dp` if the script gives
 `model_engine`) or `actor_rollout_ref.rollout.name=vllm`, for ROLL
 `actor_train.strategy_args.strategy_name=fsdp2_train actor_train.strategy_args.strategy_config=null`, and likewise
@@ -111,7 +111,7 @@ intervals, files, tags, bounds, rewards) with the sources: one differs, the step
 
 The eleven more were read later the same day, from versions that nobody had looked at: 8 were valid at the first try, 5
 of them whole, and one with a wrong meaning: ROLL's script for on-policy distillation switches `is_pure_opd` on, which
-its files do not say, so the teachers were dropped. With the engines that they name, 5 are valid. The two files that
+its files do not say, so the teachers were dropped. With the engines that they name, 6 are valid. The two files that
 verl's scripts for GEO3K with a tool name were beside them.
 
 What remains, and why:
