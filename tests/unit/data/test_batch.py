@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from roll.algorithms.types import require_finite
 from roll.data.batch import Batch
+from roll.data.columns import Item
 from roll.data.packing import make_micro_batches, make_packs, packed_row, padding_waste, rectangle, take_micro_batch
-from roll.data.stored import Arrays, joined, store
+from roll.data.stored import Arrays, heavy, joined, leave, store
 
 Sequences = list[list[int]]
 sequences_strategy = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=7), min_size=0, max_size=9)
@@ -137,6 +138,24 @@ class Shelf:
     def fetch(cls, blocks: Sequence[Shelf]) -> list[Arrays]:
         cls.fetched.append(len(blocks))
         return [cls.held[block.number] for block in blocks]
+
+
+def test_pictures_that_were_left_travel_as_references_and_are_fetched_at_once():
+    large, other, small = (Item(np.full((side, 200, 3), side, dtype=np.uint8)) for side in (200, 201, 2))
+    same = Item(large.data.copy())
+    leave([large, same, other, small], Shelf.put)
+    assert len(Shelf.held) == 2 and not heavy([large, same, other, small]), "equal ones are left once"
+    batch = make_batch([[1], [2], [3]]).replace(items_I=((large, small), (same,), (other, same)))
+    sent = pickle.dumps(batch)
+    assert len(sent) < 5000
+    batch = pickle.loads(sent).select([2, 1])
+    Shelf.fetched.clear()
+    batch.fetched()
+    assert Shelf.fetched == [2]
+    for found, expected in zip(batch.items_I, ((other, same), (same,)), strict=True):
+        assert found == expected and all(Item(item.data).hash == item.hash for item in found)
+    assert Shelf.fetched == [2] and len(pickle.dumps(batch)) < 5000, "what was fetched does not travel on"
+    Shelf.held.clear()
 
 
 @given(sequences_strategy.filter(bool), st.integers(1, 3), st.data())
