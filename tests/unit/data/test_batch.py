@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from roll.algorithms.types import require_finite
 from roll.data.batch import Batch
 from roll.data.columns import Item
-from roll.data.packing import make_micro_batches, make_packs, packed_row, padding_waste, rectangle, take_micro_batch
+from roll.data.packing import (
+    make_micro_batches,
+    make_packs,
+    packed_row,
+    padding_waste,
+    rectangle,
+    rows_by_pictures,
+    take_micro_batch,
+)
 from roll.data.stored import Arrays, heavy, joined, leave, store
 
 Sequences = list[list[int]]
@@ -347,3 +355,24 @@ def test_placeholder_has_the_same_columns_and_no_loss_tokens():
 def test_limits_below_one_are_refused(limits):
     with pytest.raises(ValueError, match=f"{next(iter(limits))}: 0, expected at least 1"):
         make_micro_batches(torch.tensor([3]), **limits)
+
+
+SIZES = {"a": 1, "b": 2, "c": 2, "d": 5}
+"""Pixels of pictures."""
+
+
+@given(st.lists(st.sets(st.sampled_from("abcd")), min_size=2, max_size=12), st.integers(1, 8), st.booleans())
+def test_pictures_of_a_part_are_bounded_each_counted_once(shown, most, pairs):
+    known = {name: Item(np.full((1, size, 3), ord(name), dtype=np.uint8)) for name, size in SIZES.items()}
+    shown = shown[: len(shown) // 2 * 2]
+    batch = make_batch([[1]] * len(shown))
+    batch = batch.replace(items_I=tuple(tuple(known[name] for name in names) for names in shown))
+    if pairs:
+        batch = batch.replace(pair_B=torch.arange(len(shown)) // 2)
+    parts = [rows.tolist() for rows in rows_by_pictures(batch, most)]
+    assert sorted(row for rows in parts for row in rows) == list(range(len(shown)))
+    for rows in parts:
+        assert not pairs or all(row ^ 1 in rows for row in rows)
+        sets = [shown[row] | (shown[row ^ 1] if pairs else set()) for row in rows]
+        union = set().union(*sets)
+        assert sum(map(SIZES.__getitem__, union)) <= most or union in sets, "a sample alone may have more"
