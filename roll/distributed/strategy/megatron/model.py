@@ -104,7 +104,10 @@ def _held_parts(model: MegatronModel) -> Iterator[tuple[nn.Parameter, set[str]]]
         for name, parameter in chunk.named_parameters():
             if not name.startswith(HEAD_PREFIX):
                 groups = source(name, model.converted, layout).hf
-                yield parameter, {hf for group in groups for each in group for hf in module_parts(each, model.converted)}
+                yield (
+                    parameter,
+                    {hf for group in groups for each in group for hf in module_parts(each, model.converted)},
+                )
 
 
 def with_gradient(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
@@ -277,6 +280,8 @@ def build_model(
             chunk.value_head.requires_grad_(trained)  # beside an adapter too
         chunks.append(chunk)
         layouts.append(_layout(chunk, first=first, last=last))
+    if not layouts[0].first_stage:
+        tower.to("meta")
     model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks), hf_model=hf_model)
     read = folder_reader(model, context, Path(context.model_path))
     with raise_on_all_ranks(), torch.no_grad():
