@@ -11,23 +11,32 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from roll.__main__ import main
-from tests.integration.conftest import rows, write
+from tests.integration.conftest import assert_same_tensors, rows, write
 from tests.integration.test_agents import assert_trained_is_what_was_sampled
-from tests.support.picture_models import IMAGE, PROCESSOR, make_picture_model, make_tokenizer
+from tests.integration.test_async_runs import OVERLAP
+from tests.support.judges import Summing
+from tests.support.picture_models import IMAGE, PROCESSOR, greedy_words, make_picture_model, make_tokenizer
 
 
-def pictured(path: Path) -> None:
-    """Rows with one or two pictures, and one without."""
-    noise = np.random.default_rng(0).integers(0, 256, (4, 56, 84, 3), np.uint8)
+def pictured(path: Path) -> list[np.ndarray]:
+    """Rows with one or two pictures, the second so large that it has a block of its own, and one without.
+
+    Returns:
+        The pictures.
+    """
+    draw = np.random.default_rng(0)
+    sizes = ((56, 84), (196, 196), (56, 84), (56, 84))
+    noise = [draw.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
     for number, pixels in enumerate(noise):
         Image.fromarray(pixels).save(path / f"{number}.png")
     one, two, both, none = rows("t", [""] * 4)
     shown = [one | {"images": ["0.png"]}, two | {"images": ["1.png"]}, both | {"images": ["2.png", "3.png"]}, none]
     write(path / "train.jsonl", [line | {"prompt": f"{'<image>' * len(line.get('images', 'x'))}?"} for line in shown])
     write(path / "val.jsonl", [one | {"prompt": "which <image>?", "images": ["0.png"]}])
+    return noise
 
 
-LENGTHS = ("prompt_length=64", "sequence_length=70", "val_batch_size=1", "max_steps=1")
+LENGTHS = ("prompt_length=96", "sequence_length=102", "val_batch_size=1", "max_steps=1")
 
 
 @pytest.mark.slow
@@ -45,6 +54,49 @@ def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, mo
 
 
 @pytest.mark.slow
+def test_a_judge_of_the_run_sees_what_the_policy_sees(rlvr, tmp_path):
+    policy, judge = (str(make_picture_model(tmp_path / name, seed=seed)) for seed, name in enumerate(("p", "j")))
+    noise = pictured(tmp_path)
+    judging = f"judge_model_type: inference, judge_model_name: {judge}, pictures: true, max_tokens: 4"
+    judging = f"{judging}, judge_prompt: '{{{{ prompt }}}}={{{{ response }}}}'"
+    run = rlvr(
+        f"pretrain={policy}",
+        *LENGTHS,
+        "validation=null",
+        f"rewards.letters.verifiers=[{{name: 'tests.support.judges:Summing', args: {{{judging}}}}}]",
+        f"rollout_dump_dir={tmp_path / 'episodes'}",
+    ).ended()
+    lines = (tmp_path / "episodes" / "step-00001" / "episodes.jsonl").read_text().splitlines()
+    shown = {"t0": noise[:1], "t1": noise[1:2], "t2": noise[2:], "t3": ()}
+    for episode in map(json.loads, lines):
+        (turn,) = episode["turns"]
+        words = f"{turn['observation']}={turn['text']}"
+        expected = Summing.number(greedy_words(judge, words, shown[episode["info"]["prompt_id"]], 4))
+        assert turn["task_reward"] == pytest.approx(expected / 10)
+    assert len({json.loads(line)["info"]["prompt_id"] for line in lines}) > 1 and run.metrics[1]["rollout/dropped"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_groups_that_wait_with_their_pictures_outlive_the_run_and_its_steps_are_repeated(rlvr, replay, tmp_path):
+    model = make_picture_model(tmp_path / "model", "qwen3_vl")
+    pictured(tmp_path)
+    keys = (f"pretrain={model}", *LENGTHS[:3], *OVERLAP, "max_steps=3", f"rollout_dump_dir={tmp_path / 'kept'}")
+    first = rlvr(*keys, orders=("hold-actor_train-0-train-3",))
+    first.pid_at("actor_train-0-train-3")
+    first.kill()
+    waiting = json.loads((first.checkpoint(2) / "resume" / "rollouts.json").read_text())
+    turns = [turn for group in waiting["groups"] for each in group["trajectories"] for turn in each["turns"]]
+    assert any(turn["items"] for turn in turns)
+    run = rlvr(*keys, "resume_from_checkpoint=true").ended()
+    schedule = run.path / "schedule.jsonl"
+    again = rlvr(*keys[:-1], f"replay_schedule={schedule}", output="again").ended()
+    assert_same_tensors(again.tensors(3), run.tensors(3))
+    said, _ = replay(run, 3)
+    assert "are equal to the bit" in said
+
+
+@pytest.mark.slow
 def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     pictured(tmp_path)
@@ -54,7 +106,7 @@ def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     run = rlvr(
         f"pretrain={model}",
         *LENGTHS[:1],
-        "sequence_length=200",
+        "sequence_length=260",
         "max_steps=1",
         "validation=null",
         "agent={type: python, path: 'tests.support.agents:looking', pictures: true}",

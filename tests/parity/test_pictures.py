@@ -47,13 +47,21 @@ FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
 BY_TOKENS = {
     f"{key}_{where}": value
     for where in ("train", "infer")
-    for key, value in {"use_dynamic_batching_in": True, "max_tokens_per_microbatch_in": 60}.items()
+    for key, value in {
+        "use_dynamic_batching_in": True,
+        "max_tokens_per_microbatch_in": 60,
+        "max_pixels_per_microbatch_in": 6000,  # two of some pictures
+    }.items()
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
     "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
-    "shared": {"task": "pictured-groups", "training_args": FOUR},
+    "shared": {
+        "task": "pictured-groups",
+        "training_args": FOUR,
+        "worker": {"max_pixels_per_microbatch_in_train": 4000},
+    },
     "lora": {"lora": ALL_ADAPTED},
 }
 """As in ``test_families``; an adapter leaves the tower alone."""

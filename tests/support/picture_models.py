@@ -1,12 +1,20 @@
 """Tiny random models that see pictures, each a folder with a tokenizer, a chat template and a picture processor."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+)
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -117,6 +125,20 @@ def make_picture_model(path: Path, family: str = "qwen3_vl", *, seed: int = 0, *
     model.generation_config.pad_token_id = config.text_config.pad_token_id
     model.save_pretrained(path)
     return path
+
+
+def greedy_words(model: str, words: str, pictures: Sequence[np.ndarray], most: int) -> str:
+    """What a model says to pictures and words of a user, by Transformers with its own picture processor."""
+    tokenizer, loaded = make_tokenizer(), AutoModelForImageTextToText.from_pretrained(model)
+    processor = Qwen2VLImageProcessorPil(**PROCESSOR, size={"shortest_edge": 784, "longest_edge": 784 * 64})
+    seen = processor([Image.fromarray(pixels) for pixels in pictures], return_tensors="pt") if len(pictures) else {}
+    sizes = (seen["image_grid_thw"].prod(1) // PROCESSOR["merge_size"] ** 2).tolist() if len(pictures) else []
+    shown = "".join(f"<|vision_start|>{IMAGE * size}<|vision_end|>" for size in sizes)
+    text = f"<|im_start|>user\n{shown}{words}<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    kinds = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+    whole = loaded.generate(input_ids=ids, mm_token_type_ids=kinds, do_sample=False, max_new_tokens=most, **seen)
+    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 _IDS = (

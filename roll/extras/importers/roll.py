@@ -31,7 +31,7 @@ from roll.extras.importers.roll_offline import (
     offline_schema,
     set_distillation,
     set_offline,
-    set_picture_bounds,
+    set_picture_columns,
     set_teacher,
     set_teachers,
 )
@@ -528,6 +528,9 @@ def _run(draft: Draft) -> None:
     if draft.has("system_envs.USE_MODELSCOPE") or draft.theirs("model_download_type"):
         key = "system_envs.USE_MODELSCOPE" if draft.has("system_envs.USE_MODELSCOPE") else "model_download_type"
         to_do(draft, key, "models come from the Hugging Face hub: see that pretrain is a name there, or a folder")
+    if (kind := draft.theirs("checkpoint_config.type")) not in (None, "file_system"):
+        draft.derive("checkpoint_config.type", "checkpoint_config.type", "file_system")
+        to_do(draft, "checkpoint_config.type", "checkpoints go to the folder checkpoint_config.output_dir", kind)
     if draft.has("track_with") and draft.get("track_with") is None:
         value = draft.theirs("track_with")
         draft.outcomes = [each for each in draft.outcomes if each.key != "track_with"]
@@ -640,10 +643,7 @@ def _picture_columns(draft: Draft, data: str) -> None:
         tags = [tag for domain in draft.theirs("rewards", {}).values() for tag in domain.get("tag_included") or ()]
         own["default_tag"] = next(iter([*tags, *draft.theirs("rewards", {})]), "math")
         draft.forget(f"{data}.messages")
-    for key, column in own.items():
-        if draft.get(f"{data}.{key}") != column:
-            draft.derive(f"{data}.{key}", f"{data}.{key}", column, "what ROLL reads of rows with pictures")
-    set_picture_bounds(draft, most)
+    set_picture_columns(draft, own, most)
 
 
 def _validation(draft: Draft) -> None:
