@@ -96,8 +96,9 @@ by hand; 8 differed without a report at first, and these cases are fixed.
 At the first try, before their problems were fixed, 15 of the first 17 files of ROLL validated, 9 of 12 of verl up to
 0.7 and 13 of 18 since.
 
-The files with pictures were measured on 27 November 2026. Neither Megatron nor SGLang took pictures then, and 15 of the
-31 files name one of them; Megatron does now. The engine is changed with the system's own keys, for verl
+The files with pictures were measured on 27 November 2026, when neither Megatron nor SGLang took pictures here; 15 of
+the 31 files name one of them. Megatron does now, and its files have not been measured again. The engine is changed with
+the system's own keys, for verl
 `actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2` (and `model_engine=dp` if the script gives
 `model_engine`) or `actor_rollout_ref.rollout.name=vllm`, for ROLL
 `actor_train.strategy_args.strategy_name=fsdp2_train actor_train.strategy_args.strategy_config=null`, and likewise
@@ -119,7 +120,7 @@ What remains, and why:
 | file | what | why |
 |---|---|---|
 | ROLL `agentic … atropos`, a fork's WebShop | not valid | these environments exist only in those repositories |
-| ROLL with pictures under Megatron or SGLang: 9 of 14 | not valid | not compared on pictures here: see above |
+| ROLL with pictures under Megatron or SGLang: 9 of 14 | not valid | took no pictures then: see above |
 | ROLL, a fork's `geo3k_multi_turn`, ROLL's `deepeyes` | not valid | these environments are only there |
 | verl `deepeyes_gateway` | not valid | the configuration that it names was not there |
 | verl `qwen2_5_vl-3b-visualwebinstruct` | not whole | a reward model that writes, of its branch |
