@@ -11,9 +11,13 @@ from pydantic import Field
 
 from roll.configs.engines.arguments import EngineSource
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy, task_of
+from roll.configs.engines.hf_infer import WINDOWED as WINDOW
+from roll.configs.engines.hf_infer import layer_kinds
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from roll.configs.pipeline import PipelineConfig
     from roll.configs.worker import WorkerConfig
 
@@ -114,6 +118,7 @@ class SglangCard(EngineCard):
     scores_prompts = True
     keeps_kv = False
     size_key = "tp_size"
+    fit = "roll.configs.engines.sglang:check_model"
 
     def installed_at(self, options: Mapping[str, Any]) -> Path | None:
         python = options.get("python_executable")
@@ -150,3 +155,26 @@ def package_folder(python: str) -> Path | None:
 
 
 CARD = SglangCard()
+
+
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")
+"""Families whose windows SGLang computes; its Llama, Qwen and Mixtral, which others share, read all that is before."""
+
+
+def check_model(
+    role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config: PipelineConfig
+) -> Iterator[ConfigProblem]:
+    """Sequences within the window that SGLang leaves out, keys relative to the role."""
+    if problem := window_problem(sizes, config.longest_sequence):
+        expected = f"{'vllm or hf_infer' if task_of(role) == 'generates' else 'another strategy'}: {problem}"
+        name = worker.strategy_args.strategy_name
+        yield ConfigProblem("strategy_args.strategy_name", name, expected, involves=("pretrain", "sequence_length"))
+
+
+def window_problem(sizes: PreTrainedConfig, sequence_length: int) -> str:
+    """What a model has that SGLang does not compute for sequences of this length; empty if there is nothing."""
+    window = getattr(sizes, "sliding_window", None)
+    fits = window is None or sequence_length <= window or WINDOW not in layer_kinds(sizes)
+    if fits or sizes.model_type in WINDOWED:
+        return ""
+    return f"SGLang's {sizes.model_type} has no windows, and is right up to a sequence_length of {window}"

@@ -27,7 +27,7 @@ import torch
 import torch.multiprocessing  # makes ForkingPickler know tensors
 from torch import Tensor
 
-from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem
+from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem, window_problem
 from roll.configs.problems import ConfigErrors
 from roll.data.columns import IntArray, Item
 from roll.data.requests import Completion, GenerateRequest
@@ -103,7 +103,10 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         self.vocab_size = self._outline.vocab_size
         self._outline.check_role(context)
         self.drops_weights = not keeps_weights(context, self._outline) and self.can_offload
+        if problem := window_problem(self._outline.text_config, context.sequence_length):
+            raise ValueError(f"{context.role}.strategy_args.strategy_name: sglang, expected another: {problem}")
         if self._on_cpu:
+            cpu.check_layers(self._outline.text_config, has_states=self._outline.has_states)
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
         started = time.monotonic()
         self._engine = EngineProcess(
