@@ -130,6 +130,13 @@ class SglangCard(EngineCard):
             key = f"{role}.strategy_args.strategy_config.quantization"
             hint = "nothing has shown that SGLang quantises weights again after an update; vllm does"
             yield ConfigProblem(key, method, "null", hint)
+        if task_of(role) == "generates" and config.uses_lora:
+            args = config.actor_train.model_args
+            for joined, needed in JOINED.items():
+                if joined.intersection(args.lora_targets) and not needed.issubset(args.lora_targets):
+                    names = [" and ".join(sorted(needed)), ", ".join(sorted(joined))]
+                    expected = f"with {names[0]} beside any of {names[1]}: SGLang computes these as one"
+                    yield ConfigProblem("actor_train.model_args.lora_target", args.lora_target, expected)
 
     def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
         python = worker.strategy_args.strategy_config.get("python_executable")
@@ -156,6 +163,12 @@ def package_folder(python: str) -> Path | None:
 
 CARD = SglangCard()
 
+
+JOINED = {
+    frozenset(("q_proj", "k_proj", "v_proj")): frozenset(("q_proj", "v_proj")),
+    frozenset(("gate_proj", "up_proj")): frozenset(("gate_proj",)),
+}
+"""Layers that SGLang computes as one, and those of them without which it loads no adapter."""
 
 WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")
 """Families whose windows SGLang computes; its Llama, Qwen and Mixtral, which others share, read all that is before."""

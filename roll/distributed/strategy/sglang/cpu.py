@@ -140,6 +140,8 @@ def check_layers(model_config: Any, *, has_states: bool) -> None:
     kind, problem = model_config.model_type, ""
     if getattr(model_config, "attn_logit_softcapping", None) is not None:
         problem = f"attention leaves out the caps of scores of {kind}"
+    elif getattr(model_config, "final_logit_softcapping", None) is not None:
+        problem = f"there is no kernel for the cap of the logits of {kind}"
     elif kind == "gpt_oss":
         problem = "attention leaves out the sinks of gpt_oss"
     elif getattr(model_config, "kv_lora_rank", None):
