@@ -4,6 +4,8 @@ The figures come from the tests, some twenty minutes for all of them; rows that 
 
     ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_{families,pictures}.py
     PYTHONPATH=. python scripts/generate_model_docs.py --figures figures.jsonl
+
+SGLang's need its environment, in ``ROLL_SGLANG_PYTHON`` (``make test-sglang``); ``-k sglang`` runs them alone.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ pictures of several sizes and turns among rows of text ([below](#pictures)).
 
 A number is the largest difference of a log-probability in nats, in float32, over all that was compared. *refused*
 means that a run ends before its first step, with this reason. *untried* means that nobody has compared it: such a run
-starts with one warning. Measured with Transformers {version}.
+starts with one warning. Measured with Transformers {version}; `sglang` runs in an environment of its own, last on
+{sglang}.
 
 {engines}
 
@@ -55,6 +58,10 @@ starts with one warning. Measured with Transformers {version}.
 request; layers of another kind are refused. A model with states, or of a family that is not listed, generates a few
 tokens at the start, and is refused if their log-probabilities are not those of its own forward pass: Falcon-H1 with
 `mamba_rms_norm: true` is, whose norm in Transformers mixes the sequences of a decode step.
+`sglang` has no windows in its classes of Llama, Mistral, Phi, Qwen and Mixtral: such a model is refused, in
+validation too, where `sequence_length` is larger than its window. It does not start from a `config.json` without
+entries that publishers write and Transformers does not: `full_attention_interval` (Qwen3-Next, Qwen3.5),
+`moe_layer_freq` and `topk_method` (DeepSeek-V3), `partial_rotary_factor` outside `rope_parameters` (Phi-4-mini).
 `vllm` and `sglang` also run `tests/generators` with Qwen2, Qwen3 and Qwen3-MoE; SGLang's in its own environment
 (`make test-sglang`), see [SGLang](sglang.md).
 
@@ -128,7 +135,8 @@ def merge(figures: Path) -> None:
     from tests.support.pictured import TITLES
 
     old: dict[str, Any] = {**load_families()["families"]} if FAMILIES.exists() else {}
-    found: Families = {"transformers": transformers.__version__, "families": {}}
+    sglang = load_families()["sglang"] if FAMILIES.exists() else ""
+    found: Families = {"transformers": transformers.__version__, "sglang": sglang, "families": {}}
     listed = [(name, known.title, known.model_type) for name, known in KNOWN.items()]
     listed += [(f"{kind} pictures", f"{title} with pictures", kind) for kind, title in TITLES.items()]
     for name, title, kind in listed:
@@ -140,9 +148,11 @@ def merge(figures: Path) -> None:
     for line in figures.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["kind"] == "family":
+            found["sglang"] = row.get("run", found["sglang"])
             value = {"refused": row["refused"]} if "refused" in row else short(row)
             found["families"][row["family"]]["engines"].setdefault(row["engine"], {})[row["variant"]] = value
     FAMILIES.write_text(text_of(found), encoding="utf-8")
+    load_families.cache_clear()
 
 
 def short(row: Mapping[str, Any]) -> dict[str, float]:
@@ -158,7 +168,8 @@ def text_of(content: Families) -> str:
         head = f'"title": {json.dumps(family["title"])}, "model_type": {json.dumps(family["model_type"])}'
         families.append(f'  {json.dumps(name)}: {{{head}, "engines": {{\n{engines}\n  }}}}')
     joined = ",\n".join(families)
-    return f'{{\n "transformers": {json.dumps(content["transformers"])},\n "families": {{\n{joined}\n }}\n}}\n'
+    versions = "".join(f' "{key}": {json.dumps(content[key])},\n' for key in ("transformers", "sglang"))  # type: ignore[literal-required]
+    return f'{{\n{versions} "families": {{\n{joined}\n }}\n}}\n'
 
 
 def page(content: Families) -> str:
@@ -179,7 +190,8 @@ def page(content: Families) -> str:
             for f, both in zip(families, trained, strict=True)
         ),
     )
-    return INTRODUCTION.format(version=content["transformers"], engines=engines, variants=variants)
+    versions = {"version": content["transformers"], "sglang": content["sglang"]}
+    return INTRODUCTION.format(**versions, engines=engines, variants=variants)
 
 
 def cell(entries: Iterable[Mapping[str, Any]], missing: str = "untried") -> str:

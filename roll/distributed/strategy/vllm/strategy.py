@@ -214,7 +214,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
 
     def own_sketches(self) -> dict[str, Sketch]:
         (told, *_) = self._loop.submit(self._rpc("roll_sketch")).result()
-        return {name: Sketch(tuple(shape), norm, {"": np.array(own)}) for name, (shape, norm, own) in told.items()}
+        return {name: Sketch.of_plain(each) for name, each in told.items()}
 
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
         return self._loop.submit(self._layer_outputs(row.tokens_T.numpy())).result()
