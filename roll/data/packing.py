@@ -265,12 +265,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """The sequences of a packed row; each attends causally and only to itself."""
+    """The sequences of a packed row; each attends only to itself, and causally but within ``both_ways_N``."""
 
     lengths: tuple[int, ...]
     """Tokens of each, in the row's order."""
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Sliding windows by length and width, made once per micro-batch."""
+    both_ways_N: Tensor | None = None
+    """bool: consecutive tokens that see each other, as those of a picture in some models; ``None``: there are none."""
+    masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """By sequence or its length, and width, made once per micro-batch."""
 
     borders: dict[torch.device, Tensor] = field(default_factory=dict)
     """``starts`` by device, made once per micro-batch."""
@@ -286,14 +288,33 @@ class PackedSequences:
             self.borders[device] = ends.to(device, torch.int32)
         return self.borders[device]
 
-    def window_mask(self, length: int, width: int | None, device: torch.device) -> Tensor | None:
-        """bool [1, 1, length, length]: a sliding window; ``None`` where everything before passes."""
-        if width is None or length <= width:
+    def mask(self, index: int, width: int | None, device: torch.device) -> Tensor | None:
+        """bool [1, 1, length, length] of what a sequence's tokens see; ``None`` where that is everything before them.
+
+        Args:
+            width: of a sliding window.
+        """
+        length = self.lengths[index]
+        blocks_L = self._blocks(index)
+        if (width is None or length <= width) and blocks_L is None:
             return None
-        if (length, width) not in self.masks:
-            distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-            self.masks[length, width] = ((distance >= 0) & (distance < width))[None, None]
-        return self.masks[length, width]
+        key = (-1 if width is None else width, *((length,) if blocks_L is None else (length, index)))
+        if key not in self.masks:
+            place_L = torch.arange(length, device=device)
+            distance = place_L[:, None] - place_L
+            seen = distance >= 0
+            if blocks_L is not None:
+                seen |= (blocks_L[:, None] == blocks_L).to(device) & (blocks_L >= 0).to(device)
+            self.masks[key] = (seen if width is None else seen & (distance < width))[None, None]
+        return self.masks[key]
+
+    def _blocks(self, index: int) -> Tensor | None:
+        """int64 [length]: which of a sequence's runs of ``both_ways_N`` a token is in, -1: in none."""
+        if self.both_ways_N is None:
+            return None
+        within_L = self.both_ways_N.split(self.lengths)[index]
+        first_L = within_L & ~torch.cat([within_L.new_zeros(1), within_L[:-1]])
+        return torch.where(within_L, first_L.cumsum(0), -1) if bool(within_L.any()) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,7 +127,7 @@ def _attention(
 
     if not isinstance(attention_plan, PackedSequences):
         return _by_block(query, key, value, attention_plan, attend), None
-    if _takes_one_call(query, value):
+    if attention_plan.both_ways_N is None and _takes_one_call(query, value):
         return _in_one_call(query, key, value, attention_plan, kwargs), None
     return _by_sequence(query, key, value, attention_plan, kwargs.get("sliding_window"), attend), None
 
@@ -210,8 +210,9 @@ def _by_sequence(
         attend: attention of one sequence; the mask (``None``: causal) is bool [1, 1, tokens, tokens].
     """
     results = []
-    for q, k, v in zip(*(states.split(plan.lengths, dim=2) for states in (query, key, value)), strict=True):
-        results.append(attend(q, k, v, plan.window_mask(q.shape[2], window, q.device)))
+    parts = zip(*(states.split(plan.lengths, dim=2) for states in (query, key, value)), strict=True)
+    for index, (q, k, v) in enumerate(parts):
+        results.append(attend(q, k, v, plan.mask(index, window, q.device)))
     return torch.cat(results, dim=1)
 
 

@@ -8,6 +8,7 @@ positions that predict a loss token, in chunks whose logits are computed again i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -130,6 +131,9 @@ class TokenScorer(nn.Module):
         self.state_layers.set_borders(attention)
         if isinstance(attention, PackedSequences) and not self._takes_plans:
             attention = None  # the positions tell the model
+        if isinstance(attention, PackedSequences) and self.tower is not None and self.tower.both_ways:
+            assert pictures is not None
+            attention = replace(attention, both_ways_N=pictures.cells_RC[0])
         if self.routing is not None:
             self.routing.replay(experts_NE)
         device = input_ids_RC.device

@@ -40,7 +40,7 @@ from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.experts import chosen_experts, given_experts
-from tests.support.pictured import make_pictured, make_pictured_groups, unmodified
+from tests.support.pictured import TITLES, make_pictured, make_pictured_groups, unmodified
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 from tests.support.sizes import sizes
 
@@ -357,7 +357,7 @@ def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]
     for row in range(batch.num_sequences):
         one = batch.select([row])
         with given_experts(model, one), _Exact():
-            arguments = {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one)
+            arguments = {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one, model.config.model_type)
             logits = model(**arguments, use_cache=False).logits[0]
         yield row, one, _among_kept(logits / TEMPERATURE, one).log_softmax(-1)
 
@@ -631,8 +631,8 @@ TASKS = {
         ("kept", make_kept),
         ("routed", make_routed),
         ("routed-groups", make_routed_groups),
-        ("pictured", make_pictured),
-        ("pictured-groups", make_pictured_groups),
+        *((f"pictured {family}", partial(make_pictured, family=family)) for family in TITLES),
+        *((f"pictured-groups {family}", partial(make_pictured_groups, family=family)) for family in TITLES),
     )
 }
 TASKS |= {
