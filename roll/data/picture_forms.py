@@ -16,14 +16,14 @@ import numpy as np
 
 _FIXED = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor", "Gemma3ImageProcessor")
 _PATCHES = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
+_SIZED = "PixtralImageProcessor"
 
 
 def form_problem(chosen: Any) -> str:
     """Why pictures of an image processor are not taken, in words that follow its name; empty if they are."""
-    name = _name(chosen)
-    if name not in (*_PATCHES, *_FIXED) or not chosen.do_resize:
-        known = ", ".join((*_PATCHES, *_FIXED))
-        return f"is {name}; expected one that makes one piece of a picture and resizes it once: {known}"
+    name, known = _name(chosen), (*_PATCHES, *_FIXED, _SIZED)
+    if name not in known or not chosen.do_resize:
+        return f"is {name}; expected one that makes one piece of a picture and resizes it once: {', '.join(known)}"
     if getattr(chosen, "do_pan_and_scan", None):
         return f"is {name} with do_pan_and_scan, which cuts a picture into several; expected false"
     if name in _FIXED and None in _sides(chosen):
@@ -34,6 +34,8 @@ def form_problem(chosen: Any) -> str:
 def form_of(processor: Any) -> PatchForm | WholeForm:
     """That of a family's processor."""
     chosen = processor.image_processor
+    if _name(chosen) == _SIZED:
+        return SizedForm(chosen, processor.patch_size * processor.spatial_merge_size)
     return PatchForm(chosen) if _name(chosen) in _PATCHES else WholeForm(chosen)
 
 
@@ -163,3 +165,75 @@ class WholeForm:
             for channel, table_V in enumerate(table_CV):
                 values[number, channel] = table_V[pixels[:, :, channel]]
         return {"pixel_values": values}
+
+
+class SizedForm(WholeForm):
+    """Pictures of whole tokens and sizes of their own, which go beside them; smaller ones end in zeros.
+
+    They have two tokens or more: Transformers' class fails for one that is alone.
+    """
+
+    names = ("pixel_values", "image_sizes")
+
+    def __init__(self, chosen: Any, side: int) -> None:
+        super().__init__(chosen)
+        self._side = side
+        chosen.patch_size = {"height": side, "width": side}
+        self._fit: Any = sys.modules[type(chosen).__module__].get_resize_output_image_size
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        return self._side, 2 * self._side
+
+    def set_bounds(self, least: int | None, most: int | None) -> None:
+        """The bound is that of the longer side.
+
+        Raises:
+            ValueError: bounds for pixels are wanted.
+        """
+        if least is not None or most is not None:
+            raise ValueError(f"its pictures have at most {self._chosen.size.longest_edge} pixels a side; expected no bounds")
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        blank = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))
+        options: Any = {"patch_size": self._side, "input_data_format": "channels_first"}
+        found: tuple[int, int] = self._fit(blank, size=self._chosen.size.longest_edge, **options)
+        if found == (self._side, self._side):
+            raise ValueError("it would be one token, expected two or more")
+        return found
+
+    def described(self, height: int, width: int) -> dict[str, Any]:
+        return {"image_sizes": [(height, width)]}
+
+    def inputs(self, pictures: Sequence[np.ndarray], table_CV: np.ndarray) -> dict[str, np.ndarray]:
+        """``pixel_values`` [pictures, channels, most height, most width] and ``image_sizes`` [pictures, 2]."""
+        sizes = np.array([pixels.shape[:2] for pixels in pictures], dtype=np.int64).reshape(-1, 2)
+        values = np.zeros((len(pictures), 3, *sizes.max(0, initial=0)), dtype=np.float32)
+        for pixels, place in zip(pictures, values, strict=True):
+            for channel, table_V in enumerate(table_CV):
+                place[channel, : pixels.shape[0], : pixels.shape[1]] = table_V[pixels[:, :, channel]]
+        return {"pixel_values": values, "image_sizes": sizes}
+
+
+class PixtralWriter:
+    """Transformers' ``PixtralProcessor`` as far as it writes pictures; that class needs torchvision to be imported."""
+
+    def __init__(
+        self,
+        image_processor: Any,
+        tokenizer: Any,
+        patch_size: int = 16,
+        spatial_merge_size: int = 1,
+        image_token: str = "[IMG]",
+        image_break_token: str = "[IMG_BREAK]",
+        image_end_token: str = "[IMG_END]",
+    ) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
+        self.image_token, self._break, self._end = image_token, image_break_token, image_end_token
+
+    def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int) -> str:
+        """A mark for each token of a picture, with others between its rows and at its end."""
+        side = self.patch_size * self.spatial_merge_size
+        high, wide = (int(pixels) // side for pixels in image_inputs["image_sizes"][image_idx])
+        return self._break.join([self.image_token * wide] * high) + self._end

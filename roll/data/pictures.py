@@ -28,7 +28,7 @@ import numpy as np
 
 from roll.data.columns import IntArray, Item
 from roll.data.identity import content_ids
-from roll.data.picture_forms import PatchForm, WholeForm, form_of, form_problem
+from roll.data.picture_forms import PatchForm, PixtralWriter, WholeForm, form_of, form_problem
 from roll.utils.foreign import describe_error
 
 if TYPE_CHECKING:
@@ -325,7 +325,8 @@ def _without_videos(kind: str, chosen: Any, tokenizer: PreTrainedTokenizerBase, 
     name = processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)
     if name is None:
         return None
-    of_family: Any = processing_auto.processor_class_from_name(name)
+    is_pixtral = name == "PixtralProcessor"
+    of_family: Any = PixtralWriter if is_pixtral else processing_auto.processor_class_from_name(name)
     still = type(name, (of_family,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
     taken = inspect.signature(of_family.__init__).parameters.keys() - {"image_processor", "tokenizer", "video_processor"}
     stated = _entries(folder / "processor_config.json")

@@ -30,12 +30,10 @@ if TYPE_CHECKING:
 
     from roll.data.pictures import Pictures
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "glm4v", "gemma3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "glm4v", "gemma3", "mistral3")
 """Values of ``model_type`` that ``tests/parity/test_pictures.py`` has compared with plain Transformers.
 
 What a family wants of a picture, its class says by the arguments that it has, and its processor by what it writes."""
-IN_VLLM = FAMILIES[:3]
-"""Those of them that it has compared in vLLM too."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.data.packing import AttentionPlan, PackedSequences
+from roll.models.heads import text_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +82,7 @@ def takes_arguments(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     names = set(model._no_split_modules or ())
-    layers = {type(module) for module in model.modules() if type(module).__name__ in names}
+    layers = {type(module) for module in text_modules(model) if type(module).__name__ in names}
     return (
         bool(getattr(model, "_supports_attention_backend", False))
         and kinds <= LAYER_KINDS

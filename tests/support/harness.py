@@ -422,6 +422,16 @@ def make_routed_groups(step: int) -> Batch:
     return batch.replace(experts_TE=experts_TE.short())
 
 
+def make_routed_pictured(step: int, family: str) -> Batch:
+    """``make_pictured`` with two of four experts for each token and layer; one sequence is left to the routers."""
+    batch, generator = make_pictured(step, family), torch.Generator().manual_seed(900 + step)
+    experts_TE = torch.rand(batch.num_tokens, 2, 4, generator=generator).argsort(-1)[..., :2].flatten(1)
+    first, second = batch.offsets_B[1:3].tolist()
+    prompt = int(batch.loss_mask_T[first:second].nonzero()[0])
+    experts_TE[second : second + prompt] = experts_TE[first : first + prompt]
+    return batch.replace(experts_TE=experts_TE.masked_fill((batch.rows_T == 4)[:, None], -1).short())
+
+
 def make_preferences(step: int) -> Batch:
     """Five pairs, two of them about one question; the answers' lengths differ."""
     generator = torch.Generator().manual_seed(200 + step)
@@ -624,7 +634,7 @@ def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
 
 
 TASKS = {
-    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy", pictures=name.startswith("pictured"))
+    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy", pictures="pictured" in name)
     for name, batch in (
         ("policy", make_batch),
         ("grouped", make_groups),
@@ -632,6 +642,7 @@ TASKS = {
         ("routed", make_routed),
         ("routed-groups", make_routed_groups),
         *((f"pictured {family}", partial(make_pictured, family=family)) for family in TITLES),
+        ("routed-pictured qwen3_vl_moe", partial(make_routed_pictured, family="qwen3_vl_moe")),
         *((f"pictured-groups {family}", partial(make_pictured_groups, family=family)) for family in TITLES),
     )
 }

@@ -114,7 +114,7 @@ FAMILIES: dict[str, Family] = {
         mark="<image>",
     ),
     "glm4v": Family(
-        TEXT | {"pad_token_id": 0},
+        TEXT,
         VISION | {"image_size": 56, "attention_bias": False},
         {"mrope_section": [8, 4, 4]},
         image_processor="Glm4vImageProcessor",
@@ -132,6 +132,22 @@ FAMILIES: dict[str, Family] = {
         image="<image_soft_token>",
         mark="<|vision_start|>",
         names={"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>", "image_token": "<image_soft_token>"},
+    ),
+    "mistral3": Family(
+        TEXT | {"model_type": "mistral", "sliding_window": None},
+        FIXED | {"model_type": "pixtral", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        more={"spatial_merge_size": 2, "vision_feature_layer": -1},
+        image_processor="PixtralImageProcessor",
+        options={"size": {"longest_edge": 224}, "patch_size": {"height": 14, "width": 14}},
+        processor={
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "image_token": "[IMG]",
+            "image_break_token": "<|vision_start|>",
+            "image_end_token": "<|vision_end|>",
+        },
+        image="[IMG]",
+        mark="[IMG]",
     ),
 }
 
@@ -169,9 +185,10 @@ def make_processor(path: Path, family: str = "qwen3_vl", **changed: Any) -> Path
     rope = {"rope_type": "default", "rope_theta": 10000.0} | known.rope
     if family == "gemma3":
         rope = dict.fromkeys(known.text["layer_types"], rope)
-    text = {"pad_token_id": ids["pad_token_id"]} | known.text | {
+    text = known.text | {
         "vocab_size": len(tokenizer),
         "rope_parameters": rope,
+        "pad_token_id": ids["pad_token_id"],
         "bos_token_id": None,
         "eos_token_id": ids["eos_token_id"],
         "tie_word_embeddings": True,

@@ -28,6 +28,7 @@ TITLES = {
     "llava": "LLaVA",
     "glm4v": "GLM-4.1V",
     "gemma3": "Gemma 3",
+    "mistral3": "Mistral Small 3.1",
 }
 """Families as their publishers call them."""
 TEXT = 61
@@ -90,7 +91,8 @@ def make_rows(rows: Sequence[Sequence[Part]], seed: int, family: str = "qwen3_vl
 
 def make_pictured(step: int, family: str = "qwen3_vl") -> Batch:
     """Seven rows: text alone, one or several pictures of several sizes, one of them twice, and several turns."""
-    a, b, c = (picture(*each, family) for each in ((step, 2, 3), (10 + step, 3, 2), (20 + step, 1, 1)))
+    alone = 2 if family == "mistral3" else 1  # it has no picture of a single token
+    a, b, c = (picture(*each, family) for each in ((step, 2, 3), (10 + step, 3, 2), (20 + step, 1, alone)))
     prompt: list[Part] = [3, a, 2, b, 4]
     rows: list[list[Part]] = [[9, -6], [*prompt, -5], [*prompt, -7], [2, c, 3, -4, 1, a, 2, -3], [5, -8]]
     return make_rows([*rows, [b, 2, b, 3, -6], [4, c, 5, -2]], 700 + step, family)
@@ -103,7 +105,7 @@ def make_pictured_groups(step: int, family: str = "qwen3_vl") -> Batch:
     return make_rows([[*prompt, -3 - n] for prompt in prompts for n in range(3)], 800 + step, family)
 
 
-KINDS = {"llava": "", "gemma3": "token_type_ids"}
+KINDS = {"llava": "", "mistral3": "", "gemma3": "token_type_ids"}
 """What the model's forward calls the marks of pictures' tokens, where that is not ``mm_token_type_ids``."""
 
 

@@ -136,18 +136,29 @@ def one_off(pictures: PictureInput) -> PictureInput:
 
 
 def other_grid(pictures: PictureInput) -> PictureInput:
+    """Height and width change places."""
     values = dict(pictures.values[0])
-    values["image_grid_thw"] = values["image_grid_thw"][:, [0, 2, 1]]
+    (name,) = values.keys() - {"pixel_values"}
+    values[name] = torch.cat([values[name][:, :-2], values[name][:, -2:].flip(1)], dim=1)
     return dataclasses.replace(pictures, values=[values])
 
 
-@pytest.mark.parametrize("change", [swapped, one_off, other_grid])
-def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, change):
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        *(("qwen3_vl", change) for change in (swapped, one_off, other_grid)),
+        *(("glm4v", change) for change in (one_off, other_grid)),
+        *((family, swapped) for family in ("qwen3_vl_moe", "llava", "gemma3", "mistral3")),
+        ("mistral3", other_grid),
+    ],
+)
+def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, family, change):
     trainer: Any = Fsdp2Train(
-        make_context(models("qwen3_vl"), "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
+        make_context(models(family), "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
     )
     trainer.setup()
-    batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [2, picture(1, 2, 3), -9]], 1)
+    a, b = picture(1, 2, 3, family), picture(2, *((2, 3) if change is swapped else (3, 2)), family)
+    batch = make_rows([[3, a, 2, -6], [4, b, 3, -5], [2, a, -9]], 1, family)
     made = Tower.of_batch
     monkeypatch.setattr(Tower, "of_batch", lambda tower, inputs: change(made(tower, inputs)))
     with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model.layers"):
@@ -155,6 +166,21 @@ def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monk
     monkeypatch.undo()
     trainer.logprobs(batch)
     assert trainer.own_forward.compared == {"packed"}
+
+
+def test_pictures_that_are_seen_one_way_end_the_run(models, monkeypatch):
+    """Gemma's tokens of a picture see each other both ways, also in a packed row; a kernel that cannot is refused."""
+    folder, batch = models("gemma3"), make_pictured(0, "gemma3")
+    trainer: Any = Fsdp2Train(make_context(folder, "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0))
+    trainer.setup()
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.weights.scorer.tower, "both_ways", False)
+        with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model"):
+            trainer.logprobs(batch)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    model.config.get_text_config()._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation: got flash_attention_2, expected auto, sdpa or eager"):
+        Tower(model, Pictures(folder))
 
 
 @pytest.mark.parametrize(("family", "head"), [("qwen3_vl", "value"), ("qwen3_5", "score")])
@@ -172,13 +198,14 @@ def test_critics_and_reward_models_see(models, monkeypatch, family, head):
         trainer.logprobs(batch)
 
 
-def test_one_other_pixel_ends_the_run(models, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "mistral3"])
+def test_one_other_pixel_ends_the_run(models, monkeypatch, family):
     """However little it changes: pixels are compared with the ids by their hash, and the tower's input with the
     processor's."""
-    folder, item = models("qwen3_vl"), Item(picture(5, 1, 1).data.copy())
+    folder, item = models(family), Item(picture(5, 1, 2, family).data.copy())
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     pictures = Pictures(folder)
-    scorer, batch = TokenScorer(model, tower=Tower(model, pictures)), make_rows([[3, item, 2, -4]], 1)
+    scorer, batch = TokenScorer(model, tower=Tower(model, pictures)), make_rows([[3, item, 2, -4]], 1, family)
     right = pictures.inputs
 
     def other(items: Any) -> Any:
@@ -191,7 +218,7 @@ def test_one_other_pixel_ends_the_run(models, monkeypatch):
         with pytest.raises(ValueError, match="pixel_values of a row's pictures are not those that the model's picture"):
             score_batch(scorer, batch, check=in_one_process(scorer))
     item.data[0, 0, 0] ^= 1
-    with pytest.raises(ValueError, match="pixels have changed since a row's ids were made of them: place 4"):
+    with pytest.raises(ValueError, match="pixels have changed since a row's ids were made of them: place "):
         score_batch(scorer, batch, check=in_one_process(scorer))
 
 
