@@ -74,7 +74,9 @@ class PatchForm:
         """
         chosen, times = self._chosen, max(self._frames.values(), default=1)
         own = (chosen.size.shortest_edge, chosen.size.longest_edge)
-        low, high = (given if wanted is None else wanted * times for wanted, given in zip((least, most), own, strict=True))
+        low, high = (
+            given if wanted is None else wanted * times for wanted, given in zip((least, most), own, strict=True)
+        )
         if not low <= high:
             raise ValueError(f"pictures of {low // times:,} to {high // times:,} pixels")
         chosen.size = type(chosen.size)(shortest_edge=low, longest_edge=high)
@@ -192,7 +194,9 @@ class SizedForm(WholeForm):
             ValueError: bounds for pixels are wanted.
         """
         if least is not None or most is not None:
-            raise ValueError(f"its pictures have at most {self._chosen.size.longest_edge} pixels a side; expected no bounds")
+            raise ValueError(
+                f"its pictures have at most {self._chosen.size.longest_edge} pixels a side; expected no bounds"
+            )
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         blank = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -307,7 +307,9 @@ class Pictures:
         tokenizer, wanted = processor.tokenizer, config.get("image_token_id", config.get("image_token_index"))
         written = processor.replace_image_token(form.described(*form.smallest), 0)
         if wanted not in (ids := tokenizer.encode(written, add_special_tokens=False)):
-            raise PictureError(f"{where}: for a picture its processor writes {written!r}, {ids}; expected {wanted} in it")
+            raise PictureError(
+                f"{where}: for a picture its processor writes {written!r}, {ids}; expected {wanted} in it"
+            )
         return processor
 
 
@@ -328,7 +330,11 @@ def _without_videos(kind: str, chosen: Any, tokenizer: PreTrainedTokenizerBase, 
     is_pixtral = name == "PixtralProcessor"
     of_family: Any = PixtralWriter if is_pixtral else processing_auto.processor_class_from_name(name)
     still = type(name, (of_family,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
-    taken = inspect.signature(of_family.__init__).parameters.keys() - {"image_processor", "tokenizer", "video_processor"}
+    taken = inspect.signature(of_family.__init__).parameters.keys() - {
+        "image_processor",
+        "tokenizer",
+        "video_processor",
+    }
     stated = _entries(folder / "processor_config.json")
     return still(image_processor=chosen, tokenizer=tokenizer, **{key: stated[key] for key in taken & stated.keys()})
 

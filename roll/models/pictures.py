@@ -34,6 +34,8 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "glm4v
 """Values of ``model_type`` that ``tests/parity/test_pictures.py`` has compared with plain Transformers.
 
 What a family wants of a picture, its class says by the arguments that it has, and its processor by what it writes."""
+TOWERS = {"llava": "clip_vision_model"}
+"""Of families whose towers are of several kinds, the one that was compared."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 
@@ -41,7 +43,10 @@ _KNOWN_POSITIONS = 1024
 def pictures_problem(config: PreTrainedConfig) -> str:
     """Why a model is not given pictures, in words that follow its name; empty if it is."""
     if config.model_type in FAMILIES:
-        return ""
+        seen, compared = config.vision_config.model_type, TOWERS.get(config.model_type)
+        if compared in (None, seen):
+            return ""
+        return f"has been compared with plain Transformers with a {compared} alone, not with a {seen}"
     return f"has not been compared with plain Transformers on pictures; expected one of {', '.join(FAMILIES)}"
 
 
@@ -89,8 +94,8 @@ class Tower:
         kernel = model.config.get_text_config()._attn_implementation
         if self.both_ways and "flash" in (kernel or ""):
             raise ValueError(
-                f"attn_implementation: got {kernel}, expected auto, sdpa or eager: pictures of {model.config.model_type} "
-                "see their own tokens both ways, which it leaves out"
+                f"attn_implementation: got {kernel}, expected auto, sdpa or eager: a picture's tokens see each other "
+                f"both ways in {model.config.model_type}, which it leaves out"
             )
         self._begin = functools.lru_cache(_KNOWN_POSITIONS)(self._own_positions)
         self.observer: Callable[[Sequence[Mapping[str, Tensor]], Sequence[Tensor]], None] | None = None

@@ -78,7 +78,11 @@ ROWS = [
 ]
 CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
 CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen3_vl_moe", "fsdp2_train", "routed")}
-CHOICE |= {("llava", "deepspeed_train", "whole"), ("glm4v", "deepspeed_train", "lora"), ("gemma3", "fsdp2_train", "packed")}
+CHOICE |= {
+    ("llava", "deepspeed_train", "whole"),
+    ("glm4v", "deepspeed_train", "lora"),
+    ("gemma3", "fsdp2_train", "packed"),
+}
 
 
 def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
@@ -169,7 +173,9 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
     saved, before = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
     assert sent.keys() == saved.keys() == before.keys() and all(torch.equal(sent[n], saved[n]) for n in sent)
     moved = [name for name in sent if not torch.equal(sent[name], before[name])]
-    assert any(re.search("patch_(embed|conv)", name) for name in moved) and any(PROJECTOR.search(name) for name in moved)
+    assert any(re.search("patch_(embed|conv)", name) for name in moved) and any(
+        PROJECTOR.search(name) for name in moved
+    )
     for file in [*folder.glob("*processor_config.json"), folder / "config.json", folder / "tokenizer.json"]:
         assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
     receiver, batch = load_causal_lm(str(folder), pictures=True), make_pictured(0, family)

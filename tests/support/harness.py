@@ -357,7 +357,9 @@ def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]
     for row in range(batch.num_sequences):
         one = batch.select([row])
         with given_experts(model, one), _Exact():
-            arguments = {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one, model.config.model_type)
+            arguments = (
+                {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one, model.config.model_type)
+            )
             logits = model(**arguments, use_cache=False).logits[0]
         yield row, one, _among_kept(logits / TEMPERATURE, one).log_softmax(-1)
 

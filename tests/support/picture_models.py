@@ -135,7 +135,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral3": Family(
         TEXT | {"model_type": "mistral", "sliding_window": None},
-        FIXED | {"model_type": "pixtral", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        FIXED
+        | {"model_type": "pixtral", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         more={"spatial_merge_size": 2, "vision_feature_layer": -1},
         image_processor="PixtralImageProcessor",
         options={"size": {"longest_edge": 224}, "patch_size": {"height": 14, "width": 14}},

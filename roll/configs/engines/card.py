@@ -146,7 +146,7 @@ class EngineCard:
     scores_kept_sets: ClassVar[bool] = False
     """Computes log-probs among kept sets."""
     pictured: ClassVar[tuple[str, ...] | None] = None
-    """Values of ``model_type`` on whose pictures it was compared; ``None``: on all that ``roll.models.pictures`` has."""
+    """Values of ``model_type`` on whose pictures it was compared; ``None``: all that ``roll.models.pictures`` has."""
     keeps_kv: ClassVar[bool] = True
     """Can go on with the keys and values of requests in flight when weights come."""
     splits_heads: ClassVar[bool] = True

@@ -50,7 +50,9 @@ def test_ids_and_numbers_are_those_of_the_models_processor(tmp_path, family):
     narrow = (1000, 30 if family == "glm4v" else 8)  # GLM would resize a narrower one twice
     originals = [noise(*size) for size in ((28, 28), (1, 1), (56, 300), (77, 131), narrow, (400, 420))]
     if family == "mistral3":
-        with pytest.raises(PictureError, match="1 x 1 pixels: the model's processor refuses it .it would be one token"):
+        with pytest.raises(
+            PictureError, match=r"1 x 1 pixels: the model's processor refuses it \(it would be one token"
+        ):
             pictures.item(originals[1])
         del originals[:2]
     items, images = [pictures.item(pixels) for pixels in originals], [[Image.fromarray(each)] for each in originals]

@@ -232,8 +232,13 @@ def test_pictures_that_do_not_fit_are_named(models):
     scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
     with pytest.raises(ValueError, match="a picture of 56 x 28 pixels: got 3 tokens in its row, expected 2"):
         score_batch(scorer, batch)
+    model.config.model_type = "llava"
+    with pytest.raises(ValueError, match=r"llava has been .* with a clip_vision_model alone, not with a qwen3_vl"):
+        Tower(model, Pictures(folder))
     model.config.model_type = "internvl"
-    with pytest.raises(ValueError, match=r"internvl has not been compared .* on pictures; expected one of qwen2_5_vl, "):
+    with pytest.raises(
+        ValueError, match=r"internvl has not been compared .* on pictures; expected one of qwen2_5_vl, "
+    ):
         Tower(model, Pictures(folder))
 
 
