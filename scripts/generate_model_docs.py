@@ -85,11 +85,11 @@ the language model in it. What stands behind the layer of a tower whose output i
   model's own class and picture processor on one row at a time. Pixels that are not those which the row's ids were made
   of, pictures in each other's place, another grid and shifted positions end the run before its first result.
 - A token that stands for pictures in the vocabulary, but was sampled by the policy, is a word like any other.
-- **`vllm`**, generating and as a reference, with the first three families: it gets the same numbers as a
-  trainer's tower, and not the picture, so that its own resizing is passed by. Features of pictures, like keys and values, are never used after an update. It needs
-  torchvision, of which there is no build beside the CPU build of PyTorch that this project is tested with: the
-  comparison runs with its Python part alone (`tests/support/torchvision_alone`).
-- `megatron_train` and `sglang` refuse pictures.
+- **`vllm`**, generating and as a reference, with the first three families: it gets the same numbers as a trainer's
+  tower, and not the picture, so that its own resizing is passed by. Features of pictures, like keys and values, are
+  never used after an update. It needs torchvision, of which there is no build beside the CPU build of PyTorch that this
+  project is tested with: the comparison runs with its Python part alone (`tests/support/torchvision_alone`).
+- `megatron_train` takes those of the first three families; `sglang` refuses pictures.
 
 ## What a model may demand
 

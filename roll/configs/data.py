@@ -36,6 +36,7 @@ RENDERED = frozenset(
 """Arguments of ``apply_chat_template`` that are no variables of a template's own."""
 
 
+_HOST = re.compile(r"[a-z0-9_]([a-z0-9_.:-]*[a-z0-9_])?", re.ASCII)
 PICTURE_BOUNDS = ("image_min_pixels", "image_max_pixels", "image_decode_limit")
 """Keys of ``DataArguments`` that hold of every picture of a run."""
 
@@ -124,6 +125,14 @@ class DataArguments(Config):
         default=None,
         min_length=1,
         description="Folder of the pictures' paths, which may not lead out of it. null: that of the dataset's file.",
+    )
+    image_outside_folder: bool = Field(
+        default=False, description="The pictures' paths may lead out of image_folder, as absolute ones do."
+    )
+    image_urls: bool | list[str] = Field(
+        default=False,
+        description="Pictures may be at addresses (https://), which are fetched once. true: at any public host; names: "
+        "at these hosts alone, which need not be public, and may have http://.",
     )
     image_min_pixels: int | None = Field(
         default=None,
@@ -214,6 +223,11 @@ class DataArguments(Config):
         least, most = self.image_min_pixels, self.image_max_pixels
         if least is not None and most is not None and least > most:
             yield self.problem("image_min_pixels", f"at most image_max_pixels = {most}", "image_max_pixels")
+        if isinstance(self.image_urls, list) and not (
+            self.image_urls and all(_HOST.fullmatch(name) for name in self.image_urls)
+        ):
+            expected = "true, false, or names of hosts in small letters, without https:// and without a port"
+            yield self.problem("image_urls", expected)
         if self.dataset_cls is not None and not ATTRIBUTE_PATH.fullmatch(self.dataset_cls):
             yield self.problem("dataset_cls", "package.module:attribute or folder/file.py:attribute")
         if self.domain_interleave_probs is not None:

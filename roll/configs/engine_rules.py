@@ -92,7 +92,7 @@ def check_optimizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
             key, lora = f"{role}.training_args.learning_rate_of", f"{role}.model_args.lora_target"
             if role not in TRAINED:
                 yield ConfigProblem(key, rates, f"nothing: {role} trains nothing")
-            elif card is not None and not card.trains_modules:
+            elif card is not None and not card.rates_parts:
                 expected = f"nothing with {worker.strategy_args.strategy_name}, which has one rate for all"
                 yield ConfigProblem(key, rates, expected, involves=(strategy,))
             elif role == "actor_train" and config.uses_lora:

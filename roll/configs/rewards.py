@@ -168,6 +168,10 @@ class AskedModelConfig(RewardWorkers):
 
     model: str = Field(min_length=1, description="A folder in Hugging Face format, or an org/name on the hub.")
     engine: JudgeEngine = Field(default_factory=JudgeEngine, description="The engine, one in each worker.")
+    pictures: bool = Field(
+        default=False,
+        description='Questions may have pictures: parts `{"type": "image", "image": …}`, as in observations.',
+    )
     temperature: float = Field(
         default=0.0, ge=0, description="Sampling temperature; the same question gets the same reply at any temperature."
     )

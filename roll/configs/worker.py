@@ -255,8 +255,7 @@ class TrainingArguments(Wsd, Cosine, Muon):
     learning_rate_of: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
         description="Peak learning rates of parts of the model, by module names as in the checkpoint, such as "
-        "{model.visual: 2.0e-7, model.visual.merger: 2.0e-6}; the longest name that fits counts. fsdp2_train and "
-        "deepspeed_train with adamw.",
+        "{model.visual: 2.0e-7, model.visual.merger: 2.0e-6}; the longest name that fits counts. With adamw.",
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
     weight_decay_end: float | None = Field(

@@ -255,7 +255,7 @@ def _read(reading: Reading, scoring: Scoring | None) -> Iterator[ReadConversatio
     """The rows that the filter keeps, as conversations."""
 
     def read(row: Row) -> ReadConversation:
-        talk = row_conversation(row.values, reading.args, reading.folder(row))
+        talk = row_conversation(row.values, reading.args, reading.reach(row))
         reading.allow(talk.messages)
         if talk.silent:
             reading.note(row.file, "empty assistant messages, which are not trained on", row.place)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll.data.addresses import Address, PictureError, shown
 from roll.data.columns import IntArray, Item
 from roll.data.identity import content_ids
 from roll.data.picture_forms import PatchForm, PixtralWriter, WholeForm, form_of, form_problem
@@ -44,12 +45,22 @@ _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _DATA = re.compile(r"data:(?P<kind>[^,;]*)(?P<more>[^,]*),", re.ASCII)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*", re.ASCII)
+DECODE_LIMIT = 2**26
+"""Pixels that a picture may have before it is resized, unless something else is said."""
 _CACHED = 1024
 """Sizes whose number of tokens, and whose blank, is remembered."""
 
 
-class PictureError(ValueError):
-    """Why a picture cannot be used, with its place."""
+@dataclass(frozen=True)
+class Reach:
+    """Where the pictures of rows may lie."""
+
+    folder: Path
+    """In which paths begin."""
+    outside: bool = False
+    """Paths may lead out of it."""
+    hosts: tuple[str, ...] | None = None
+    """Hosts that are asked for those at addresses, none: all public ones. ``None``: there may be no addresses."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +68,19 @@ class Source:
     """A picture of a dataset's row, not decoded yet."""
 
     found: Any
-    """Its file, encoded bytes, or a Pillow image."""
+    """Its file, address, encoded bytes, or a Pillow image."""
     place: str
     """In the row."""
 
     def read(self) -> Source:
-        """The same with the bytes of its file, so that it can go where that is not."""
-        return Source(_bytes(self.found, self.place), self.place) if isinstance(self.found, Path) else self
+        """The same with the bytes of its file, so that it can go where that is not.
+
+        Raises:
+            PictureError: it cannot be read.
+        """
+        with _placed(self, ""):
+            data = _bytes(self.found) if isinstance(self.found, Path) else self.found
+            return Source(data.read() if isinstance(data, Address) else data, self.place)
 
 
 class Pictures:
@@ -83,7 +100,7 @@ class Pictures:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-        decode_limit: int = 2**26,
+        decode_limit: int = DECODE_LIMIT,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder = Path(folder)
@@ -138,13 +155,13 @@ class Pictures:
         before, _, after = self._written(*self.smallest)
         return text.replace(self.mark, f"{before}{self.mark}{after}") if before or after else text
 
-    def item(self, source: Any, place: str = "", folder: Path | None = None) -> Item:
+    def item(self, source: Any, place: str = "", reach: Reach | None = None) -> Item:
         """A picture, checked and resized.
 
         Args:
             source: an item, a ``Source``, pixels (uint8; grey, RGB or RGBA), a Pillow image, encoded bytes, a ``Path``,
                 a text with base64 or a data URI, ``{"bytes", "path"}`` as Hugging Face datasets have it; with
-                ``folder``, a text or ``path`` may also be a path inside it.
+                ``reach``, a text or ``path`` may also be a path or an address.
             place: begins the message of an error.
 
         Raises:
@@ -153,7 +170,7 @@ class Pictures:
         if isinstance(source, Item):
             return source
         with _placed(source, place):
-            with self._opened(source, folder) as image:
+            with _bounded(source, self.decode_limit, reach) as image:
                 pixels = np.asarray(_rgb(image))
             size = self._size(*pixels.shape[:2])
             data = self._form.resize(pixels.transpose(2, 0, 1))
@@ -213,26 +230,9 @@ class Pictures:
         before, _, after = text.partition(inside)
         return before, inside, after
 
-    @contextmanager
-    def _opened(self, source: Any, folder: Path | None = None) -> Iterator[Image.Image]:
-        """A picture that is not decoded yet, and not too large to be."""
-        from PIL import Image
-
-        source = source.found if isinstance(source, Source) else source
-        image = _opened(source, folder)
-        try:
-            width, height = image.size
-            if not 0 < width * height <= self.decode_limit:
-                expected = f"expected at least one and at most {self.decode_limit:,} (data_args.image_decode_limit)"
-                raise PictureError(f"{width} x {height} pixels, {expected}")
-            yield image
-        finally:
-            if not isinstance(source, Image.Image):
-                image.close()
-
     def _upright_size(self, source: Any) -> tuple[int, int]:
         """Height and width of a picture that can be decoded."""
-        with self._opened(source) as image:
+        with _bounded(source, self.decode_limit) as image:
             width, height = image.size
             is_short = image.format in ("JPEG", "MPO") and image not in (source, getattr(source, "found", None))
             if is_short:
@@ -339,6 +339,44 @@ def _without_videos(kind: str, chosen: Any, tokenizer: PreTrainedTokenizerBase, 
     return still(image_processor=chosen, tokenizer=tokenizer, **{key: stated[key] for key in taken & stated.keys()})
 
 
+def unresized(source: Any) -> Item:
+    """A picture in its own size, checked as ``Pictures.item`` does, for whoever resizes it himself.
+
+    Raises:
+        PictureError: it cannot be used.
+    """
+    with _placed(source, ""), _bounded(source, DECODE_LIMIT) as image:
+        return Item(np.asarray(_rgb(image)))
+
+
+@functools.lru_cache(maxsize=64)
+def data_uri(item: Item) -> str:
+    """A PNG, pixel by pixel; many ask for equal ones."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(item.data).save(buffer, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+@contextmanager
+def _bounded(source: Any, limit: int, reach: Reach | None = None) -> Iterator[Image.Image]:
+    """A picture that is not decoded yet, and not too large to be."""
+    from PIL import Image
+
+    source = source.found if isinstance(source, Source) else source
+    image = _opened(source, reach)
+    try:
+        width, height = image.size
+        if not 0 < width * height <= limit:
+            expected = f"expected at least one and at most {limit:,} (data_args.image_decode_limit)"
+            raise PictureError(f"{width} x {height} pixels, {expected}")
+        yield image
+    finally:
+        if not isinstance(source, Image.Image):
+            image.close()
+
+
 def _entries(path: Path) -> dict[str, Any]:
     """The entries of a JSON file; none where there is no such file."""
     try:
@@ -366,14 +404,14 @@ def _blank(height: int, width: int) -> Item:
     return Item(np.broadcast_to(np.zeros((), np.uint8), (height, width, 3)))
 
 
-def _bytes(path: Path, place: str) -> bytes:
+def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise PictureError(f"{place}: {describe_error(error)}") from error
+        raise PictureError(describe_error(error)) from error
 
 
-def _opened(source: Any, folder: Path | None) -> Image.Image:
+def _opened(source: Any, reach: Reach | None) -> Image.Image:
     """A picture of whatever form, in most cases not decoded yet."""
     from PIL import Image
 
@@ -381,7 +419,8 @@ def _opened(source: Any, folder: Path | None) -> Image.Image:
         return source
     if isinstance(source, np.ndarray):
         return _from_array(source)
-    found = located(source, folder)
+    found = located(source, reach)
+    found = found.read() if isinstance(found, Address) else found
     data: Any = found if isinstance(found, Path) else io.BytesIO(found)
     try:
         image = Image.open(data, formats=_FORMATS)
@@ -392,15 +431,15 @@ def _opened(source: Any, folder: Path | None) -> Image.Image:
     return image
 
 
-def located(source: Any, folder: Path | None) -> Any:
-    """The file or the bytes that a picture's source means; a Pillow image means itself.
+def located(source: Any, reach: Reach | None) -> Any:
+    """The file, address or bytes that a picture's source means; a Pillow image means itself.
 
     Args:
         source: see ``Pictures.item``; what a dataset's row holds.
-        folder: inside of which a text may be a path.
+        reach: of a text that is a path or an address.
 
     Raises:
-        PictureError: it means neither, or a file outside the folder.
+        PictureError: it means none of them, or one that is out of reach.
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
@@ -408,23 +447,27 @@ def located(source: Any, folder: Path | None) -> Any:
         return bytes(source)
     if isinstance(source, Path):
         return _file(source)
+    if isinstance(source, Address):
+        return source
     if hasattr(source, "getexif"):
         return source
     if not isinstance(source, str) or not source.strip():
         got = "null" if source is None else "an empty text" if isinstance(source, str) else type(source).__name__
-        raise PictureError(f"{got}, expected a picture: bytes, base64, a data URI{' or a path' * (folder is not None)}")
+        raise PictureError(f"{got}, expected a picture: bytes, base64, a data URI{' or a path' * (reach is not None)}")
     if data := _DATA.match(source):
         if not (data["kind"] or "image/").startswith("image/") or ";base64" not in data["more"]:
             raise PictureError(f"a data URI of {source[:40]!r}, expected data:image/png;base64,… or another picture's")
         return _decoded(source[data.end() :])
     if _URL.match(source) and not source.startswith("file://"):
-        expected = "base64 or a data URI" if folder is None else "a path or the bytes"
-        raise PictureError(f"{source[:80]!r}: pictures are not fetched from addresses, expected {expected}")
+        if reach is not None and reach.hosts is not None:
+            return Address(source, reach.hosts)
+        expected = "base64 or a data URI" if reach is None else "a path or the bytes (or data_args.image_urls)"
+        raise PictureError(f"{shown(source)!r}: pictures are not fetched from addresses, expected {expected}")
     if _BASE64.fullmatch(source) and (found := _decoded(source)).startswith(_MAGIC):
         return found
-    if folder is None:
+    if reach is None:
         raise PictureError(f"{source[:80]!r}: expected base64 or a data URI, since no folder of pictures is known here")
-    return _inside(source.removeprefix("file://"), folder)
+    return _reached(source.removeprefix("file://"), reach)
 
 
 def _decoded(text: str) -> bytes:
@@ -434,13 +477,14 @@ def _decoded(text: str) -> bytes:
         raise PictureError(f"broken base64 ({error})") from error
 
 
-def _inside(path: str, folder: Path) -> Path:
+def _reached(path: str, reach: Reach) -> Path:
     try:
-        root, found = folder.resolve(), (folder / path).resolve()
+        root, found = reach.folder.resolve(), (reach.folder / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise PictureError(f"{path[:200]!r}: no path ({describe_error(error)})") from error
-    if not found.is_relative_to(root):
-        raise PictureError(f"{path!r}: outside of {str(root)!r} (data_args.image_folder)")
+    if not (reach.outside or found.is_relative_to(root)):
+        keys = "data_args.image_folder, image_outside_folder"
+        raise PictureError(f"{path!r}: outside of {str(root)!r} ({keys})")
     return _file(found)
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,6 +31,7 @@ from roll.data.conversations import (
     try_out,
 )
 from roll.data.files import DataError, Row
+from roll.data.pictures import Reach
 from roll.data.prompt_rows import (
     Heard,
     Message,
@@ -153,10 +153,10 @@ def _read_judged(
     def read(row: Row) -> _Judged:
         good, margin = True, 0.0
         if label is None:
-            talks: tuple[Talk, ...] = row_pair(row.values, args, columns, reading.folder(row))
+            talks: tuple[Talk, ...] = row_pair(row.values, args, columns, reading.reach(row))
             margin = row_margin(row.values, columns.margin) if columns.margin else 0.0
         else:
-            talks = (_compared(row_conversation(row.values, args, reading.folder(row))),)
+            talks = (_compared(row_conversation(row.values, args, reading.reach(row))),)
             good = row_label(row.values, label)
         reading.allow(talks[0].messages)
         question = row_question(row, args, talks[0], scoring, *own)
@@ -170,12 +170,12 @@ def _read_judged(
 
 
 def row_pair(
-    values: Mapping[str, Any], args: DataArguments, columns: MarginColumns, folder: Path | None = None
+    values: Mapping[str, Any], args: DataArguments, columns: MarginColumns, reach: Reach | None = None
 ) -> tuple[Talk, Talk]:
     """The conversations with the chosen and with the rejected answer at their ends.
 
     Args:
-        folder: of the row's pictures; ``None``: none are read.
+        reach: of the row's pictures; ``None``: none are read.
 
     Raises:
         RowError: an answer is missing or not understood, the two are the same, or reply to different questions.
@@ -183,10 +183,10 @@ def row_pair(
     sides = (columns.chosen, columns.rejected)
     if args.messages == columns.chosen:
         of_side = (args.model_copy(update={"messages": column}) for column in sides)
-        found = [row_conversation(values, own, folder) for own in of_side]
+        found = [row_conversation(values, own, reach) for own in of_side]
         chosen, rejected = (_compared(talk) for talk in found)
     else:
-        question, tools = row_messages(values, args, folder), row_tools(values, args)
+        question, tools = row_messages(values, args, reach), row_tools(values, args)
         chosen, rejected = (_answered(question, row_answer(values, column), tools) for column in sides)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise RowError(
@@ -361,10 +361,10 @@ def _read_scored(reading: Reading, columns: RewardColumns, in_steps: bool) -> It
         if in_steps:
             steps, targets = row_steps(row.values, columns)
             answer: Message = {"role": "assistant", "content": "".join(steps)}
-            asked = row_messages(row.values, args, reading.folder(row))
+            asked = row_messages(row.values, args, reading.reach(row))
             talk = Talk((*asked, answer), (len(asked),), row_tools(row.values, args))
         else:
-            talk, steps = row_conversation(row.values, args, reading.folder(row)), ()
+            talk, steps = row_conversation(row.values, args, reading.reach(row)), ()
             targets = (finite(lookup(row.values, columns.score), columns.score),)
         reading.allow(talk.messages)
         reading.leaves(row, *((columns.steps, columns.step_labels) if in_steps else (columns.score,)))

@@ -19,7 +19,7 @@ import numpy as np
 
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.data.files import Unreadable
-from roll.data.pictures import PictureError
+from roll.data.pictures import PictureError, Reach
 from roll.data.row_pictures import PARTS, REFUSED, column_sources, picture_part, with_column
 from roll.data.tool_messages import (
     PICTURE,
@@ -64,11 +64,11 @@ class Heard:
     learned: bool | None = None
 
 
-def read_messages(value: Any, column: str, folder: Path | None = None) -> tuple[Heard, ...]:
+def read_messages(value: Any, column: str, reach: Reach | None = None) -> tuple[Heard, ...]:
     """The messages of a conversation: a list, or its JSON text, which is all that a CSV file can hold.
 
     Args:
-        folder: of pictures; ``None``: none are read.
+        reach: of pictures; ``None``: none are read.
 
     Raises:
         RowError: it is none, or a message is not understood.
@@ -80,10 +80,10 @@ def read_messages(value: Any, column: str, folder: Path | None = None) -> tuple[
             raise RowError(f"column {column!r}: text that is not a JSON list of messages ({error})") from error
     if not isinstance(value, list) or not value:
         raise RowError(f"column {column!r}: {short(value)}, expected a list of messages")
-    return tuple(_message(entry, f"{column}[{index}]", folder) for index, entry in enumerate(value))
+    return tuple(_message(entry, f"{column}[{index}]", reach) for index, entry in enumerate(value))
 
 
-def _message(entry: Any, place: str, folder: Path | None) -> Heard:
+def _message(entry: Any, place: str, reach: Reach | None) -> Heard:
     if not isinstance(entry, Mapping):
         raise RowError(f"{place}: {short(entry)}, expected an object with role and content")
     # Parquet gives every message the keys of all; those a message does not have are null.
@@ -97,7 +97,7 @@ def _message(entry: Any, place: str, folder: Path | None) -> Heard:
         expected = f"one of {', '.join(list(ROLES)[:5])}, or an alias: {', '.join(list(ROLES)[5:])}"
         raise RowError(f"{place}.{named}: {short(given[named])}, expected {expected}")
     message: dict[str, Any] = {"role": role}
-    words, thought = _content(given, place, folder if role != "assistant" else None)
+    words, thought = _content(given, place, reach if role != "assistant" else None)
     calls = _calls(given, place)
     if called in _CALLERS:
         words, calls = "", [_call(_parsed(words, place), place)]
@@ -133,7 +133,7 @@ def _check_names(message: dict[str, Any], place: str) -> None:
         check_encodable(text_of(message["content"]), f"{place}.content")
 
 
-def _content(given: Mapping[str, Any], place: str, folder: Path | None) -> tuple[Content | None, str]:
+def _content(given: Mapping[str, Any], place: str, reach: Reach | None) -> tuple[Content | None, str]:
     """What a message says, ``None`` if it has no content, and what its parts think."""
     key = next((key for key in ("content", "value") if key in given), None)
     if key is None:
@@ -152,14 +152,14 @@ def _content(given: Mapping[str, Any], place: str, folder: Path | None) -> tuple
         if not isinstance(part, Mapping):
             raise RowError(f"{place}[{index}]: {short(part)}, expected an object with type and text")
         kind = part.get("type") or ("text" if "text" in part else None)
-        if kind in PARTS and folder is not None:
-            shown.append([_picture(part, f"{place}[{index}]", folder)])
+        if kind in PARTS and reach is not None:
+            shown.append([_picture(part, f"{place}[{index}]", reach)])
             continue
         found = _THOUGHT_PARTS if kind in _THOUGHT_PARTS else _TEXT_PARTS
         if kind not in found:
             raise RowError(
                 f"{place}[{index}]: a part of type {short(kind)}, expected only text"
-                f"{'' if folder is None else ' and pictures'}: {REFUSED.get(str(kind), _NOT_HERE)}"
+                f"{'' if reach is None else ' and pictures'}: {REFUSED.get(str(kind), _NOT_HERE)}"
             )
         text = part.get(found[kind], part.get("text"))
         if not isinstance(text, str):
@@ -168,9 +168,9 @@ def _content(given: Mapping[str, Any], place: str, folder: Path | None) -> tuple
     return joined(*shown), "".join(thoughts)
 
 
-def _picture(part: Mapping[str, Any], place: str, folder: Path) -> Mapping[str, Any]:
+def _picture(part: Mapping[str, Any], place: str, reach: Reach) -> Mapping[str, Any]:
     try:
-        return picture_part(part, place, folder)
+        return picture_part(part, place, reach)
     except PictureError as error:
         raise RowError(str(error)) from error
 
@@ -322,10 +322,10 @@ def lookup(values: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def _shown(values: Mapping[str, Any], column: str, folder: Path | None) -> Any:
+def _shown(values: Mapping[str, Any], column: str, reach: Reach | None) -> Any:
     """``lookup`` of a column that may hold the bytes of pictures."""
     value = _find(values, column)
-    holds = folder is not None and isinstance(value, Unreadable) and value.value is not None
+    holds = reach is not None and isinstance(value, Unreadable) and value.value is not None
     return value.value if holds else lookup(values, column)
 
 
@@ -446,33 +446,36 @@ class Talk:
     """Messages of the assistant that say nothing, and are not learned."""
 
 
-def picture_folder(args: DataArguments, file: str) -> Path:
-    """The folder of the pictures of a file's rows."""
+def picture_reach(args: DataArguments, file: str) -> Reach:
+    """Where the pictures of a file's rows may lie."""
+    folder = Path(file).parent if args.dataset_cls is None else Path()
     if args.image_folder is not None:
-        return Path(args.image_folder).expanduser()
-    return Path(file).parent if args.dataset_cls is None else Path()
+        folder = Path(args.image_folder).expanduser()
+    named = args.image_urls
+    hosts = (() if named else None) if isinstance(named, bool) else tuple(named)
+    return Reach(folder, args.image_outside_folder, hosts)
 
 
-def row_messages(values: Mapping[str, Any], args: DataArguments, folder: Path | None = None) -> tuple[Message, ...]:
+def row_messages(values: Mapping[str, Any], args: DataArguments, reach: Reach | None = None) -> tuple[Message, ...]:
     """The conversation that the policy answers; its pictures are ``Source``s.
 
     Args:
-        folder: of the row's pictures; ``None``: none are read.
+        reach: of the row's pictures; ``None``: none are read.
 
     Raises:
         RowError: it is no list of messages with known roles and text, the last one is not the user's, or a picture
             cannot be used.
     """
-    column, heard = _asked(values, args, folder)
+    column, heard = _asked(values, args, reach)
     _check_last(heard, column, "user")
-    return _with_pictures((*_system(heard, values, args), *(one.message for one in heard)), values, args, folder)
+    return _with_pictures((*_system(heard, values, args), *(one.message for one in heard)), values, args, reach)
 
 
 def _with_pictures(
-    messages: tuple[Message, ...], values: Mapping[str, Any], args: DataArguments, folder: Path | None
+    messages: tuple[Message, ...], values: Mapping[str, Any], args: DataArguments, reach: Reach | None
 ) -> tuple[Message, ...]:
     """Messages with the pictures of the row's column."""
-    if folder is None or args.image is None:
+    if reach is None or args.image is None:
         return messages
     if args.image == _DEFAULT_IMAGE and not _has(values, args.image):
         if _has(values, "image") and any(PICTURE in text_of(message["content"]) for message in messages):
@@ -482,9 +485,9 @@ def _with_pictures(
             )
         value = None
     else:
-        value = _shown(values, args.image, folder)
+        value = _shown(values, args.image, reach)
     try:
-        return with_column(messages, column_sources(value, args.image, folder), args.image)
+        return with_column(messages, column_sources(value, args.image, reach), args.image)
     except PictureError as error:
         raise RowError(f"{error} (data_args.image: null: the column is not read)") from error
 
@@ -492,7 +495,7 @@ def _with_pictures(
 _DEFAULT_IMAGE = DataArguments.model_fields["image"].default
 
 
-def row_conversation(values: Mapping[str, Any], args: DataArguments, folder: Path | None = None) -> Talk:
+def row_conversation(values: Mapping[str, Any], args: DataArguments, reach: Reach | None = None) -> Talk:
     """The conversation that the policy imitates: ``messages``, or a question or conversation and ``response``.
 
     Of the assistant's messages all are learned whose row does not say otherwise; where the answer has a column of its
@@ -501,7 +504,7 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments, folder: Pat
     Raises:
         RowError: a message is not understood, the last one is not the assistant's, or none is learned.
     """
-    column, heard = _asked(values, args, folder)
+    column, heard = _asked(values, args, reach)
     context: tuple[Heard, ...] = ()
     if args.messages is None or (heard[-1].message["role"] != "assistant" and _has(values, args.response)):
         assert args.response is not None
@@ -517,7 +520,7 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments, folder: Pat
             f"column {column!r}: nothing to train on: {' or '.join(LEARNED)} excludes all assistant messages"
         )
     messages = (*system, *(one.message for one in (*context, *heard)))
-    messages = _with_pictures(messages, values, args, folder)
+    messages = _with_pictures(messages, values, args, reach)
     return Talk(messages, tuple(learned), row_tools(values, args), len(spoken) - len(saying))
 
 
@@ -567,14 +570,14 @@ def is_silent(message: Message) -> bool:
     return not (text_of(message["content"]).strip() or message.get("tool_calls") or reasoning_of(message))
 
 
-def _asked(values: Mapping[str, Any], args: DataArguments, folder: Path | None) -> tuple[str, tuple[Heard, ...]]:
+def _asked(values: Mapping[str, Any], args: DataArguments, reach: Reach | None) -> tuple[str, tuple[Heard, ...]]:
     """The column of what comes before an answer, or of the whole conversation, and its messages."""
     if args.messages is not None:
-        return args.messages, read_messages(_shown(values, args.messages, folder), args.messages, folder)
+        return args.messages, read_messages(_shown(values, args.messages, reach), args.messages, reach)
     assert args.prompt is not None
-    value = _shown(values, args.prompt, folder)
+    value = _shown(values, args.prompt, reach)
     if isinstance(value, list) and args.query is None:
-        return args.prompt, read_messages(value, args.prompt, folder)
+        return args.prompt, read_messages(value, args.prompt, reach)
     question = _text(value, args.prompt)
     if args.query is not None and (query := _optional_text(values, args.query)):
         question = f"{question}\n{query}"

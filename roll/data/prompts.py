@@ -236,7 +236,7 @@ def _placed(
         prompt = Prompt(
             id=row_id(row.values, args, row.name),
             tag=row_tag(row.values, args, allowed_tags),
-            messages=row_messages(row.values, args, reading.folder(row)),
+            messages=row_messages(row.values, args, reading.reach(row)),
             ground_truth=row_response(row.values, args),
             extra_info=other_columns(row.values, used),
             tools=row_tools(row.values, args),

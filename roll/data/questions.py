@@ -12,9 +12,10 @@ from typing import Any
 from roll.configs.data import DataArguments
 from roll.data.files import Problems, Row, read_rows
 from roll.data.identity import conversation_digest
+from roll.data.pictures import Reach, Source
 from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_messages, row_tools
 from roll.data.row_pictures import PARTS, sources_in
-from roll.data.tool_messages import PICTURE, Tool, text_of
+from roll.data.tool_messages import PICTURE, Tool, in_words, text_of
 
 PROMPTS = ("messages", "prompt")
 """Columns that a question is looked for in."""
@@ -69,19 +70,23 @@ def read_questions(
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} exists already; expected an unused name: --answer-key NAME")
-            folder = Path(row.file).parent if image_folder is None else Path(image_folder).expanduser()
-            yield row, question_of(row.values, column, system, folder)
+            yield row, question_of(row.values, column, system, _reach(row, image_folder))
         except RowError as error:
             problems.add(row.place, str(error))
 
 
+def _reach(row: Row, image_folder: str | None) -> Reach:
+    """Where a row's pictures may lie."""
+    return Reach(Path(row.file).parent if image_folder is None else Path(image_folder).expanduser())
+
+
 def question_of(
-    values: Mapping[str, Any], column: str | None, system: str | None = None, folder: Path | None = None
+    values: Mapping[str, Any], column: str | None, system: str | None = None, reach: Reach | None = None
 ) -> Question:
     """The question of a row.
 
     Args:
-        folder: of its pictures; ``None``: none are read.
+        reach: of its pictures; ``None``: none are read.
 
     Raises:
         RowError: there is none, or it is no text and no list of messages that ends with the user's.
@@ -93,7 +98,7 @@ def question_of(
             raise RowError(f"no column {' or '.join(map(repr, PROMPTS))}, the row has {names}; name it: --prompt-key")
     talks = column == PROMPTS[0] or isinstance(lookup(values, column), list)
     args = _columns(column, talks, system)
-    return Question(row_messages(values, args, folder), row_tools(values, args), is_text=not talks)
+    return Question(row_messages(values, args, reach), row_tools(values, args), is_text=not talks)
 
 
 def question_in(info: Mapping[str, Any], observation: str) -> list[Message]:
@@ -170,6 +175,9 @@ class ResponseRow:
     """The other columns."""
     group: str
     """Equal for answers to the same question."""
+    has_pictures: bool = False
+    pictures: tuple[Source, ...] = ()
+    """Those of ``messages``, if they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -184,27 +192,35 @@ class AnswerColumns:
 
 
 def read_responses(
-    files: Sequence[str], columns: AnswerColumns, problems: Problems, *, without: str
+    files: Sequence[str],
+    columns: AnswerColumns,
+    problems: Problems,
+    *,
+    without: str,
+    shows: bool = False,
+    image_folder: str | None = None,
 ) -> Iterator[ResponseRow]:
     """The answers in files, in order; what is wrong goes to ``problems``.
 
     Args:
         files: see ``read_rows``: what ``roll generate`` writes, a run's episodes, or any rows with a column of answers.
         without: a column that the rows must not have, as it will be written.
+        shows: rows bring their pictures, which must be there.
+        image_folder: as for ``read_questions``.
     """
     for row in read_rows(files, problems):
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} exists already; expected an unused name: --score-key NAME")
             if columns.answers is None and isinstance(row.values.get(TURNS), list):
-                yield _episode(row, columns)
+                yield _episode(row, columns, shows=shows)
             else:
-                yield _answered(row, columns)
+                yield _answered(row, columns, _reach(row, image_folder) if shows else None)
         except RowError as error:
             problems.add(row.place, str(error))
 
 
-def _answered(row: Row, columns: AnswerColumns) -> ResponseRow:
+def _answered(row: Row, columns: AnswerColumns, reach: Reach | None) -> ResponseRow:
     values = row.values
     column = columns.answers or ANSWERS
     try:
@@ -212,9 +228,12 @@ def _answered(row: Row, columns: AnswerColumns) -> ResponseRow:
     except RowError as error:
         raise RowError(f"{error}; name the answers' column: --answer-key") from error
     question, asked = None, columns.prompt or next((name for name in PROMPTS if name in values), None)
+    told = values if asked is None else _in_words(values, asked)
     if asked is not None:
-        question = question_of(_in_words(values, asked), asked)
+        question = question_of(told if reach is None else values, asked, reach=reach)
     messages = () if question is None else question.messages
+    pictures = tuple(sources_in(messages))
+    messages = in_words(messages)
     used = {column, columns.truth, columns.tag, columns.prompt, _PICTURES, *PROMPTS}
     return ResponseRow(
         row,
@@ -225,6 +244,8 @@ def _answered(row: Row, columns: AnswerColumns) -> ResponseRow:
         tag=_tag(values.get(columns.tag)),
         extra={name: value for name, value in values.items() if name not in used},
         group=str(values["id"]) if "id" in values else _group(values, asked, messages) or row.name,
+        has_pictures=bool(pictures or values.get(_PICTURES)) or (asked is not None and told[asked] != values[asked]),
+        pictures=pictures,
     )
 
 
@@ -270,7 +291,7 @@ def _tag(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _episode(row: Row, columns: AnswerColumns) -> ResponseRow:
+def _episode(row: Row, columns: AnswerColumns, *, shows: bool) -> ResponseRow:
     """An episode that a run has written: its last turn is the answer, what went before is the conversation."""
     values = row.values
     turns, info = values[TURNS], values.get("info")
@@ -284,6 +305,8 @@ def _episode(row: Row, columns: AnswerColumns) -> ResponseRow:
     for index, (observation, words) in enumerate(said):
         messages += [{"role": "user", "content": observation}] if index else []
         messages.append({"role": "assistant", "content": words})
+    if shows and any(PICTURE in text_of(message["content"]) for message in messages):
+        raise RowError(f"{PICTURE} in an episode, which has no pictures: score rows of prompts with their answers")
     end = turns[-1]
     answer = {
         "text": text,

@@ -6,15 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from roll.configs.data import DataArguments
 from roll.configs.resuming import Rows
+from roll.data.addresses import Address, PictureError, fetch_all
 from roll.data.files import DataError, Problems, Row, Unreadable, plain_row, read_rows
-from roll.data.prompt_rows import RowError, passes, picture_folder, unread_columns
+from roll.data.pictures import Reach
+from roll.data.prompt_rows import RowError, passes, picture_reach, unread_columns
 from roll.data.row_pictures import sources_in
 from roll.data.tool_messages import Message
 from roll.utils.hashing import Checksum, derive_seed
@@ -43,6 +44,10 @@ class Reading:
     unread: dict[str, dict[str, None]] = field(default_factory=dict)
     """Columns of each file that nobody reads."""
     _content: Any = field(default_factory=Checksum, repr=False)
+    _place: str = ""
+    """Of the row that is read."""
+    _elsewhere: list[tuple[str, str, Address]] = field(default_factory=list, repr=False)
+    """Pictures to fetch, with the places of their rows and in these."""
 
     def note(self, file: str, what: str, place: str) -> None:
         """Counts a row of a file."""
@@ -74,24 +79,30 @@ class Reading:
                     self._content.update(f"{text}\n".encode())
                     for column in filter(None, (self.args.image, self.args.messages, self.args.prompt)):
                         self._add_bytes(row.values.get(column))
+                    self._place = row.place
                     yield make(row)
                 else:
                     self.counts["filtered"] += 1
             except RowError as error:
                 self.problems.add(row.place, str(error))
 
-    def folder(self, row: Row) -> Path:
-        """The folder of a row's pictures."""
-        return picture_folder(self.args, row.file)
+    def reach(self, row: Row) -> Reach:
+        """Where a row's pictures may lie."""
+        return picture_reach(self.args, row.file)
 
     def allow(self, messages: Sequence[Message]) -> None:
-        """Looks whether a row may have its pictures.
+        """Looks whether a row may have its pictures, which ``require`` fetches if they are elsewhere.
 
         Raises:
             RowError: it has some, and must have none.
         """
-        if self.no_pictures and (count := len(sources_in(messages))):
-            raise RowError(f"{count} pictures, but {self.no_pictures} (data_args.image: null: the column is not read)")
+        sources = sources_in(messages)
+        if self.no_pictures and sources:
+            unread = "data_args.image: null: the column is not read"
+            raise RowError(f"{len(sources)} pictures, but {self.no_pictures} ({unread})")
+        self._elsewhere += [
+            (self._place, each.place, each.found) for each in sources if isinstance(each.found, Address)
+        ]
 
     def _add_bytes(self, value: Any) -> None:
         """Adds the bytes of pictures, which are no JSON, to the content."""
@@ -136,11 +147,18 @@ class Reading:
         return [found[index] for index in np.sort(generator.permutation(len(found))[:wanted])]
 
     def require(self, samples: Sequence[object]) -> None:
-        """Raises all that was wrong, or that nothing is left.
+        """Fetches pictures, then raises all that was wrong, or that nothing is left.
 
         Raises:
             DataError: by file and line.
         """
+        if self.head is None and self._elsewhere:
+            found = fetch_all(address for *_, address in self._elsewhere)
+            for place, inside, address in self._elsewhere:
+                if isinstance(got := found[address], PictureError):
+                    self.problems.add(place, f"{inside}: {got}")
+                else:
+                    self._content.update(got.encode())
         self.problems.raise_any()
         if not samples:
             rows, where = self.counts["rows"], self.args.dataset_cls or ", ".join(self.args.file_names)

@@ -10,14 +10,14 @@ import mmap
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from roll.data.addresses import Address
 from roll.data.columns import Item
-from roll.data.pictures import PictureError, Pictures, Source, located
-from roll.data.tool_messages import PICTURE, Content, Message, joined, text_of
+from roll.data.pictures import PictureError, Pictures, Reach, Source, located
+from roll.data.tool_messages import PICTURE, Content, Message, in_words, joined, text_of
 
 PARTS = ("image", "image_url", "input_image")
 """Types of parts that are pictures: of Transformers and Anthropic, and of OpenAI's two interfaces."""
@@ -33,7 +33,7 @@ SHOWING = ("user", "tool")
 """Roles that show pictures; in words of theirs, marks stand for them."""
 
 
-def picture_part(part: Mapping[str, Any], place: str, folder: Path | None) -> Mapping[str, Any]:
+def picture_part(part: Mapping[str, Any], place: str, reach: Reach | None) -> Mapping[str, Any]:
     """A part of a message that is a picture; without one of its own it waits for one of the column's.
 
     Raises:
@@ -47,25 +47,25 @@ def picture_part(part: Mapping[str, Any], place: str, folder: Path | None) -> Ma
         given = given["url"]
     if not forms:
         return {"type": "image", "image": None}
-    return {"type": "image", "image": source_of(given, f"{place}.{forms[0]}", folder)}
+    return {"type": "image", "image": source_of(given, f"{place}.{forms[0]}", reach)}
 
 
-def source_of(value: Any, place: str, folder: Path | None) -> Source:
+def source_of(value: Any, place: str, reach: Reach | None) -> Source:
     """A picture's source.
 
     Args:
-        folder: of its path; ``None``: it may have none.
+        reach: of its path or address; ``None``: it may have none.
 
     Raises:
         PictureError: there is no such file, or what was given is no picture.
     """
     try:
-        return Source(located(value, folder), place)
+        return Source(located(value, reach), place)
     except PictureError as error:
         raise PictureError(f"{place}: {error}") from error
 
 
-def column_sources(value: Any, column: str, folder: Path) -> list[Source]:
+def column_sources(value: Any, column: str, reach: Reach) -> list[Source]:
     """The pictures of a column: one, or a list, which may be JSON's text; none where it says nothing."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -73,8 +73,8 @@ def column_sources(value: Any, column: str, folder: Path) -> list[Source]:
         except ValueError as error:
             raise PictureError(f"column {column!r}: text that is not a JSON list ({error})") from error
     if isinstance(value, list):
-        return [source_of(one, f"{column}[{index}]", folder) for index, one in enumerate(value)]
-    return [] if value is None or value == "" else [source_of(value, f"column {column!r}", folder)]
+        return [source_of(one, f"{column}[{index}]", reach) for index, one in enumerate(value)]
+    return [] if value is None or value == "" else [source_of(value, f"column {column!r}", reach)]
 
 
 def with_column(messages: Sequence[Message], sources: Sequence[Source], column: str) -> tuple[Message, ...]:
@@ -143,7 +143,7 @@ def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank:
     """The messages of a row with items in place of the sources.
 
     Args:
-        blank: they are only checked and measured (``Pictures.blank``).
+        blank: they are only checked and measured (``Pictures.blank``); words stand for those that are not fetched yet.
 
     Raises:
         PictureError: the model takes none, or one cannot be used.
@@ -153,6 +153,8 @@ def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank:
     if pictures is None:
         unread = "data_args.image: null: the column is not read"
         raise PictureError(f"{len(sources)} pictures, but the model has no processor for them ({unread})")
+    if blank and any(isinstance(source.found, Address) and not source.found.is_here for source in sources):
+        return in_words(messages)
     return replaced(messages, pictures.blank if blank else pictures.item)
 
 
@@ -168,9 +170,9 @@ def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
 def replaced(messages: Sequence[Message], make: Callable[[Source], Any]) -> tuple[Message, ...]:
     """The messages of a row with what ``make`` gives in place of the sources."""
     return tuple(
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [_part(part, make) for part in _parts(message)]}
+        {**message, "content": [_part(part, make) for part in content]}
+        if isinstance(content := message.get("content"), list | tuple)
+        else message
         for message in messages
     )
 

@@ -30,6 +30,7 @@ from roll.pipeline.start import RunContext
 from roll.pipeline.teachers import teacher_prompts
 from roll.preflight.models import pictures_refused
 from roll.rewards.accuracy import Judged, figures_at_k
+from roll.rewards.scorer import sees
 from roll.rewards.scoring import References
 from roll.rollout.env_manager import LengthLimits
 from roll.rollout.metrics import mean
@@ -153,6 +154,7 @@ def _worker_context(config: PromptsConfig, model_path: str) -> PromptWorkerConte
         params=params,
         limits={use: LengthLimits(*config.lengths(held_out=use == "val")) for use in params},
         domains=config.domains,
+        seeing=frozenset(name for name, reward in config.rewards.items() if sees(reward)),
         spread=config.is_num_return_sequences_expand,
         tools=config.tools.placed() if isinstance(config, RLVRConfig) and config.tools else None,
         token_check=config.tokenization_sanity_check if isinstance(config, RLVRConfig) else "disable",

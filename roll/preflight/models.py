@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
@@ -498,21 +497,22 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
             continue
         from roll.models.freezing import FREEZE, RATES, UnknownPartError, frozen_parameters, parts_of
 
-        try:
-            parts_of(model, rates, RATES)
-            frozen = frozen_parameters(model, prefixes, head=role == "critic")
-        except UnknownPartError as error:
-            if (seeing := _outline(config, role, pictures=True)) is not None:  # names of a run with pictures
-                with contextlib.suppress(UnknownPartError):
-                    parts_of(seeing, rates, RATES)
-                    frozen_parameters(seeing, prefixes, head=role == "critic")
-                    continue
-            seen = worker.model_args.freeze_module_prefix if error.key == FREEZE else rates
-            yield ConfigProblem(f"{role}.{error.key}", seen, error.expected, error.reason, involves=("pretrain",))
-            continue
-        if (card := worker.strategy_args.card) is not None and card.frozen_fit:
-            for problem in _import(card.frozen_fit)(worker, sizes, frozen):
-                yield problem.under(role)
+        problems: list[ConfigProblem] = []
+        for seeing in (False, True):  # a run with pictures has other names
+            if seeing and (model := _outline(config, role, pictures=True)) is None:
+                break
+            try:
+                own = {name: rates[prefix] for name, prefix in parts_of(model, rates, RATES).items()}
+                frozen = frozen_parameters(model, prefixes, head=role == "critic")
+            except UnknownPartError as error:
+                seen = worker.model_args.freeze_module_prefix if error.key == FREEZE else rates
+                key, expected = f"{role}.{error.key}", error.expected
+                problems = problems or [ConfigProblem(key, seen, expected, error.reason, involves=("pretrain",))]
+                continue
+            fit = card.frozen_fit if (card := worker.strategy_args.card) else None
+            problems = [each.under(role) for each in _import(fit)(worker, sizes, frozen, own)] if fit else []
+            break
+        yield from problems
 
 
 def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -558,7 +558,11 @@ def pictures_refused(config: PipelineConfig) -> str:
 
 
 def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Programs and tools show pictures to a policy that takes them alone."""
+    """Programs and tools show pictures to a policy that takes them alone, and so do verifiers to a judge."""
+    for key, model in _shown_judges(config):
+        path = Path(model).expanduser() / "config.json"
+        if path.is_file() and not json.loads(path.read_text(encoding="utf-8")).get("vision_config"):
+            yield ConfigProblem(key, True, f"false: the judge {model} takes no pictures")
     for key in config.showing if isinstance(config, RLConfig) else ():
         why = pictures_refused(config)
         path = model_folder(config.pretrain) / "config.json"
@@ -568,6 +572,18 @@ def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if why or is_blind:
             expected = f"false: {why or f'the model {config.pretrain} takes no pictures'}"
             yield ConfigProblem(key, True, expected, involves=("pretrain",))
+
+
+def _shown_judges(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+    """Keys by which the judges that a run hosts get pictures, and these models."""
+    judge = getattr(config, "judge", None)
+    if judge is not None and judge.pictures:
+        yield "judge.pictures", judge.model
+    for name, domain in getattr(config, "rewards", {}).items():
+        for number, verifier in enumerate(domain.verifiers):
+            args = verifier.args
+            if verifier.name == "judge" and args.get("pictures") and args.get("judge_model_type") == "inference":
+                yield f"rewards.{name}.verifiers.{number}.args.pictures", str(args.get("judge_model_name"))
 
 
 def has_tokenizer(config: PipelineConfig) -> bool:

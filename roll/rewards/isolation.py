@@ -136,7 +136,7 @@ class RulePool:
 
 
 def _sample_json(sample: Sample) -> dict[str, Any]:
-    values = {field.name: getattr(sample, field.name) for field in fields(sample)}
+    values = {field.name: getattr(sample, field.name) for field in fields(sample) if field.name != "pictures"}
     values["extra_info"] = dict(sample.extra_info)
     values["messages"] = [dict(message) for message in sample.messages]
     return values

@@ -349,6 +349,10 @@ class RewardModelVerifier(Verifier):
         self._batches = MicroBatcher(self.classifier.forward, config.batch_size, config.batch_wait, most)
 
     @classmethod
+    def sees(cls, config: Config) -> bool:
+        return False
+
+    @classmethod
     def num_devices(cls, config: Config) -> int:
         assert isinstance(config, RewardModelConfig)
         return config.tensor_parallel_size

@@ -107,6 +107,12 @@ def best_reward(config: RewardConfig) -> float | None:
     return total
 
 
+def sees(config: RewardConfig) -> bool:
+    """Tells whether a verifier of a domain gets the pictures of prompts."""
+    classes = [(VERIFIERS.get(verifier.name), verifier.args) for verifier in config.verifiers]
+    return any(cls.sees(cls.config_class(**args)) for cls, args in classes)
+
+
 def deciding(verifiers: Sequence[VerifierConfig]) -> list[int]:
     """Indices of the verifiers that decide whether a sample is solved: those that say so, else the first that does not
     deny it."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,9 +16,11 @@ from roll.configs.base import Config
 from roll.configs.parsing import parse, section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
+from roll.data.columns import Item
+from roll.data.pictures import PictureError, unresized
 from roll.data.prompts import Prompt
 from roll.data.questions import Answer, ResponseRow
-from roll.data.tool_messages import in_words, text_of
+from roll.data.tool_messages import PICTURE, in_words, text_of
 from roll.rewards import VERIFIERS
 from roll.rewards.isolation import RulePool, rule_spec
 from roll.rewards.scorer import DomainScorer, check_rewards
@@ -102,6 +104,10 @@ class Scoring:
     async def _score(self, domain: str, row: ResponseRow, answer: Answer | None) -> RewardResult | RewardError:
         if answer is None:
             return RewardError("there is no answer: generating it failed")
+        try:
+            pictures = await asyncio.to_thread(_unresized, row) if row.pictures else ()
+        except PictureError as error:
+            return RewardError(str(error))
         sample = Sample(
             prompt=row.prompt,
             response=answer.text,
@@ -111,11 +117,33 @@ class Scoring:
             messages=row.messages,
             num_tokens=answer.num_tokens,
             truncated=answer.truncated,
+            pictures=pictures,
         )
         try:
             return await self._scorers[domain].score(sample)
         except RewardError as error:
             return error
+
+
+def _unresized(row: ResponseRow) -> tuple[Item, ...]:
+    return tuple(map(unresized, row.pictures))
+
+
+def unseen(rewards: Mapping[str, RewardConfig], shown: Mapping[str, int]) -> Iterator[str]:
+    """A line for each verifier that reads prompts without their pictures.
+
+    Args:
+        shown: prompts with pictures, by domain.
+    """
+    for name, domain in rewards.items():
+        for number, verifier in enumerate(domain.verifiers):
+            cls = VERIFIERS.get(verifier.name)
+            if shown.get(name) and cls.sees(config := cls.config_class(**verifier.args)) is False:
+                hint = "; pictures: true shows them" if hasattr(config, "pictures") else ""
+                yield (
+                    f"rewards.{name}.verifiers.{number} ({verifier.name}) reads {PICTURE} in place of the pictures of "
+                    f"{shown[name]:,} prompts{hint}"
+                )
 
 
 _MOST_PROCESSES = 8
@@ -152,6 +180,7 @@ class References:
         tell: Callable[[str], None],
         progress: Callable[[str], None] | None = None,
     ) -> None:
+        self._rewards = rewards
         self._seconds = seconds
         self._tell = tell
         self._progress = progress
@@ -169,7 +198,9 @@ class References:
 
     def __call__(self, rows: Iterable[tuple[str, Prompt]]) -> Iterator[tuple[str, str]]:
         """Yields place and reason of each row that no answer can score; ``rows`` have their places."""
+        shown = Counter[str]()
         for place, prompt in rows:
+            shown[self._names.get(prompt.tag, "")] += prompt.has_pictures
             sample = Sample(
                 prompt=text_of(prompt.messages[-1]["content"]),
                 response="",
@@ -187,6 +218,8 @@ class References:
                 if issubclass(cls, RuleVerifier) and cls.tries_row(config, sample):
                     trial = self._trials[self._names[prompt.tag], number]
                     trial.rows[json.dumps(sample.ground_truth)].append((place, sample))
+        for line in unseen(self._rewards, shown):
+            self._tell(line)
         yield from asyncio.run(self._try_all())
 
     async def _try_all(self) -> list[tuple[str, str]]:

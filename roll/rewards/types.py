@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from roll.configs.base import Config
+from roll.data.columns import Item
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response of the policy, and its prompt's data. Plain data: it crosses processes as JSON."""
+    """One response of the policy, and its prompt's data. Plain data: without pictures it crosses processes as JSON."""
 
     prompt: str
     """Text of the last user message."""
@@ -35,6 +36,9 @@ class Sample:
     """Sampled tokens."""
     truncated: bool = False
     """The answer was cut off by the length limit."""
+    pictures: tuple[Item, ...] = ()
+    """Those of ``messages``, in the order of their marks ``<image>``, as the policy sees them. They are there only for
+    domains with a verifier that ``sees``, and not in child processes."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ class Verifier(ABC):
     def num_devices(cls, config: Config) -> int:
         """Devices that one takes, of its reward worker's."""
         return 1
+
+    @classmethod
+    def sees(cls, config: Config) -> bool | None:
+        """Tells whether one gets the pictures of prompts; ``None``: it misses nothing without them."""
+        return None
 
     @classmethod
     def check_row(cls, config: Config, sample: Sample) -> None:

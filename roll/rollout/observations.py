@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import functools
 import io
 import re
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import numpy as np
 from roll.agentic.env.base import Observation, picture
 from roll.data.columns import Item
 from roll.data.identity import digest
-from roll.data.pictures import PictureError, Pictures
+from roll.data.pictures import PictureError, Pictures, data_uri
 from roll.data.tool_messages import joined
 from roll.rollout.errors import EnvProtocolError
 
@@ -110,19 +108,9 @@ def for_programs(observation: Observation) -> Observation:
     if isinstance(observation, str):
         return observation
     return [
-        part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": _data_uri(part["image"])}}
+        part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": data_uri(part["image"])}}
         for part in observation
     ]
-
-
-@functools.lru_cache(maxsize=64)
-def _data_uri(item: Item) -> str:
-    """The members of a group get equal ones."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(item.data).save(buffer, "PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _mark(pixels: np.ndarray) -> str:

@@ -24,7 +24,7 @@ from roll.data.prompts import Prompt, PromptSampler
 from roll.data.questions import CONVERSATION
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.data.row_pictures import read_sources, with_items
+from roll.data.row_pictures import read_sources, sources_in, with_items
 from roll.data.templates import ChatTemplate
 from roll.data.tool_messages import in_words, text_of
 from roll.rewards.types import RewardError, RewardResult, Sample
@@ -70,6 +70,7 @@ class PromptEnv:
         self._completion: Completion | None = None
         self.heard = in_words(prompt.messages)
         """The conversation that the answer ends, with ``<image>`` for a picture."""
+        self._pictures = tuple(sources_in(prompt.messages))
 
     def watch(self, generate: GenerateFn) -> GenerateFn:
         """The same ``generate``, noting how long the answer was and why it ended."""
@@ -96,6 +97,7 @@ class PromptEnv:
                 messages=self.heard,
                 num_tokens=0 if completion is None else len(completion.token_ids),
                 truncated=completion is not None and completion.finish_reason is FinishReason.LENGTH,
+                pictures=self._pictures,
             )
         )
         observation, reward, terminated, truncated, info = step_result(
@@ -310,6 +312,8 @@ class PromptWorkerContext:
     """True if Python files that come with the tokenizer may run."""
     pictures: Pictures | None = None
     """The picture processor of the policy; ``None``: it takes none."""
+    seeing: frozenset[str] = frozenset()
+    """Reward domains that get the pictures of prompts."""
 
 
 class PromptWorker(RolloutWorker):
@@ -402,6 +406,8 @@ class PromptWorker(RolloutWorker):
         domain = self.context.domains.get(sample.data_source)
         if domain is None:
             return RewardResult(0.0, correct=False)
+        if domain not in self.context.seeing:
+            sample = replace(sample, pictures=())
         try:
             return await self.rewards[domain](sample)
         except RewardError as error:

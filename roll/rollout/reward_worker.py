@@ -56,10 +56,10 @@ class RewardWorker(HostingWorker):
     async def setup(self, name: str, config: RewardConfig) -> None:
         """Builds the domain's verifiers."""
 
-        def host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
+        def host(model: str, engine: JudgeEngine, most: int, pictures: bool) -> HostedModel:
             from roll.distributed.strategy.generation.alone import HostedGenerator  # imports torch
 
-            return HostedGenerator(model, engine, most, devices=config.num_gpus_per_worker)
+            return HostedGenerator(model, engine, most, pictures, devices=config.num_gpus_per_worker)
 
         # Beside the event loop, as an engine brings minutes of work and loops of its own.
         self.hosted = await asyncio.to_thread(DomainScorer, name, config, config.num_processes, host=host)
@@ -113,7 +113,7 @@ def _judge(config: AskedModelConfig) -> HostedJudge:
 
     host = partial(HostedGenerator, devices=config.num_gpus_per_worker)
     sampling = SamplingParams(max_new_tokens=config.max_tokens, temperature=config.temperature)
-    return HostedJudge(config.model, config.engine, sampling, config.max_concurrency, host)
+    return HostedJudge(config.model, config.engine, sampling, config.max_concurrency, host, pictures=config.pictures)
 
 
 class Asking:

@@ -13,11 +13,12 @@ from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 from roll.__main__ import main
 from tests.integration.conftest import rows, write
 from tests.integration.test_agents import assert_trained_is_what_was_sampled
-from tests.support.picture_models import IMAGE, PROCESSOR, make_picture_model, make_tokenizer
+from tests.support.judges import Summing
+from tests.support.picture_models import IMAGE, PROCESSOR, greedy_words, make_picture_model, make_tokenizer
 
 
-def pictured(path: Path) -> None:
-    """Rows with one or two pictures, and one without."""
+def pictured(path: Path) -> np.ndarray:
+    """Rows with one or two pictures, and one without; returns the pictures."""
     noise = np.random.default_rng(0).integers(0, 256, (4, 56, 84, 3), np.uint8)
     for number, pixels in enumerate(noise):
         Image.fromarray(pixels).save(path / f"{number}.png")
@@ -25,6 +26,7 @@ def pictured(path: Path) -> None:
     shown = [one | {"images": ["0.png"]}, two | {"images": ["1.png"]}, both | {"images": ["2.png", "3.png"]}, none]
     write(path / "train.jsonl", [line | {"prompt": f"{'<image>' * len(line.get('images', 'x'))}?"} for line in shown])
     write(path / "val.jsonl", [one | {"prompt": "which <image>?", "images": ["0.png"]}])
+    return noise
 
 
 LENGTHS = ("prompt_length=64", "sequence_length=70", "val_batch_size=1", "max_steps=1")
@@ -42,6 +44,29 @@ def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, mo
     assert main(["eval", str(run.path)]) == 0 and figures
     again = json.loads((run.path.with_name("run_eval_1") / "metrics.jsonl").read_text().splitlines()[-1])
     assert {name: again[name] for name in figures} == figures
+
+
+@pytest.mark.slow
+def test_a_judge_of_the_run_sees_what_the_policy_sees(rlvr, tmp_path):
+    policy, judge = (str(make_picture_model(tmp_path / name, seed=seed)) for seed, name in enumerate(("p", "j")))
+    noise = pictured(tmp_path)
+    judging = f"judge_model_type: inference, judge_model_name: {judge}, pictures: true, max_tokens: 4"
+    judging = f"{judging}, judge_prompt: '{{{{ prompt }}}}={{{{ response }}}}'"
+    run = rlvr(
+        f"pretrain={policy}",
+        *LENGTHS,
+        "validation=null",
+        f"rewards.letters.verifiers=[{{name: 'tests.support.judges:Summing', args: {{{judging}}}}}]",
+        f"rollout_dump_dir={tmp_path / 'episodes'}",
+    ).ended()
+    lines = (tmp_path / "episodes" / "step-00001" / "episodes.jsonl").read_text().splitlines()
+    shown = {"t0": noise[:1], "t1": noise[1:2], "t2": noise[2:], "t3": ()}
+    for episode in map(json.loads, lines):
+        (turn,) = episode["turns"]
+        words = f"{turn['observation']}={turn['text']}"
+        expected = Summing.number(greedy_words(judge, words, shown[episode["info"]["prompt_id"]], 4))
+        assert turn["task_reward"] == pytest.approx(expected / 10)
+    assert len({json.loads(line)["info"]["prompt_id"] for line in lines}) > 1 and run.metrics[1]["rollout/dropped"] == 0
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def layout(name: str, strategy: str, world_size: int, config: dict[str, Any] | N
 FAST = [
     layout("shards", "fsdp2_train", 2, model="qwen2_untied", model_args=FIRST | RECOMPUTED, training_args=RATES),
     layout("stage2", "deepspeed_train", 2, zero(2), training_args=RATES),
-    layout("stages", "megatron_train", 2, {PP: 2}, model_args=FIRST | RECOMPUTED),
+    layout("stages", "megatron_train", 2, {PP: 2}, model_args=FIRST | RECOMPUTED, training_args=RATES),
 ]
 SLOW = [
     layout("alone", "fsdp2_train", 1),
@@ -51,7 +51,7 @@ SLOW = [
     layout("stage3", "deepspeed_train", 2, zero(3), model="qwen2_untied", model_args=FIRST, training_args=RATES),
     layout("alone", "megatron_train", 1, model_args=FIRST | RECOMPUTED),
     layout("tensor", "megatron_train", 2, {TP: 2, **SP}, model="qwen2_untied"),
-    layout("distributed", "megatron_train", 2, {"use_distributed_optimizer": True}),
+    layout("distributed", "megatron_train", 2, {"use_distributed_optimizer": True}, training_args=RATES),
     layout("experts", "megatron_train", 2, {PP: 2}, model="qwen3_moe", model_args=EXPERTS),
 ]
 LAYOUTS = [*FAST, *(pytest.param(each, marks=pytest.mark.slow, id=each.id) for each in SLOW)]

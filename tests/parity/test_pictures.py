@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from roll.configs.engine_rules import no_pictures
+from roll.configs.engines.megatron import CARD as MEGATRON
 from roll.configs.engines.vllm import CARD
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
@@ -64,6 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp2_train": {},
     "deepspeed_train": {"zero_optimization": {"stage": 2}},
+    "megatron_train": {},
 }
 WIDER = {"qwen3_5": 10, "glm4v": 2}
 """A state gathers the rounding of all tokens; GLM's layers have twice as many norms."""
@@ -74,7 +76,7 @@ ROWS = [
     for family in FAMILIES
     for trainer in TRAINERS
     for variant in VARIANTS
-    if variant != "routed" or family.endswith("moe")
+    if (variant != "routed" or family.endswith("moe")) and (trainer != "megatron_train" or family in MEGATRON.pictured)
 ]
 CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
 CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen3_vl_moe", "fsdp2_train", "routed")}
@@ -82,6 +84,7 @@ CHOICE |= {
     ("llava", "deepspeed_train", "whole"),
     ("glm4v", "deepspeed_train", "lora"),
     ("gemma3", "fsdp2_train", "packed"),
+    ("qwen3_vl", "megatron_train", "cut"),
 }
 
 
@@ -140,7 +143,7 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, varia
 
 
 @pytest.mark.slow  # two processes
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train"])
 def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
     """Every rank enters as many collectives of the tower's layers, whatever its micro-batches show."""
     two: dict[str, Any] = {"world_size": 2, "saved": False}
@@ -161,12 +164,50 @@ def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
         check(layout, measured[layout.id])
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[1:])])
-def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
-    """With its tower, in the layout and with the picture processor that were published."""
+@pytest.mark.slow  # two processes
+def test_ranks_of_megatron_compute_with_one_tower(tmp_path):
+    """Its gradients are summed over copies of the model alone; it may be frozen where all else is computed again."""
+    two: dict[str, Any] = {"world_size": 2, "saved": False}
+    recomputed = {"disable_gradient_checkpointing": False}
+    parts = {"freeze_module_prefix": "model.visual.blocks,model.language_model.embed_tokens"}
+    whole_optimizer = {"use_distributed_optimizer": False, "overlap_grad_reduce": True}
+    sharing = {"tensor_model_parallel_size": 2}
+    layouts = [
+        row("qwen3_vl", "megatron_train", "cut", name="cut", **two),
+        row("qwen3_vl", "megatron_train", "packed", name="frozen", **two, model_args=recomputed | parts),
+        row("qwen3_vl", "megatron_train", "shared", name="copies", **two, strategy_config=whole_optimizer),
+        row("qwen3_vl", "megatron_train", "shared", name="tp2", **two, strategy_config=sharing),
+    ]
+    sharing = sharing | {"sequence_parallel": True}
+    layouts += [
+        row("qwen3_vl", "megatron_train", "packed", name="sp", **two, strategy_config=sharing, model_args=recomputed),
+        row("qwen3_vl", "megatron_train", "lora", name="sp-lora", **two, strategy_config=sharing),
+    ]
+    make_model(tmp_path / "qwen3_vl", "qwen3_vl")
+    measured = measure(layouts, tmp_path)
+    for layout in layouts:
+        check(layout, measured[layout.id])
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [
+        pytest.param(family, engine, marks=[] if family == "qwen2_5_vl" else pytest.mark.slow)
+        for family in FAMILIES
+        for engine in ("fsdp2_train", "megatron_train")
+        if engine == "fsdp2_train" or family in MEGATRON.pictured
+    ],
+)
+def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, engine):
+    """With its tower, in the layout and with the picture processor that were published; by another engine too."""
     folder = models / family if (models / family).exists() else make_model(models / family, family)
-    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "packed"), folder, 0))
-    trainer.setup()
+
+    def make(engine: str) -> Any:
+        made: Any = STRATEGIES.get(engine)(make_context(row(family, engine, "packed"), folder, 0))
+        made.setup()
+        return made
+
+    trainer = make(engine)
     trainer.train_step(make_pictured(0, family), policy_loss)
     trainer.save_model(tmp_path / "saved")
     sent = exported(trainer)
@@ -183,6 +224,16 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family):
     said_T = trainer.logprobs(batch).logprobs_T
     for model in (receiver, AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()):
         assert float((plain_logprobs(model, batch, TEMPERATURE) - said_T).abs().max()) < 1e-4
+    if family not in MEGATRON.pictured:
+        return
+    trainer.save(tmp_path / "checkpoint")
+    other = make("fsdp2_train" if engine == "megatron_train" else "megatron_train")
+    other.load(tmp_path / "checkpoint")
+    for each in (trainer, other):
+        each.train_step(make_pictured(1, family), policy_loss)
+    one, two = exported(trainer), exported(other)
+    assert max(float((one[name] - two[name]).abs().max()) for name in sent) < 1e-5
+    assert not torch.equal(one[moved[0]], sent[moved[0]])
 
 
 PROJECTOR = re.compile("merger|projector")
@@ -200,25 +251,32 @@ def plain_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor
     return found_T
 
 
-@pytest.mark.parametrize(("role", "engine"), [("train", "megatron_train"), ("infer", "sglang")])
-def test_other_engines_are_refused_by_name(role, engine):
-    worker = {"strategy_args": {"strategy_name": engine}}
-    config = PipelineConfig.model_validate({"actor_infer": {"world_size": 1}, f"actor_{role}": worker})
-    reason = no_pictures(config)
-    assert reason.startswith(f"actor_{role}'s {engine} ")
+def test_other_engines_and_layouts_are_refused_by_name():
+    def refused(**strategies: Any) -> str:
+        roles = {f"actor_{role}": {"strategy_args": chosen} for role, chosen in strategies.items()}
+        return no_pictures(PipelineConfig.model_validate({"actor_infer": {"world_size": 1}} | roles))
+
+    reason = refused(infer={"strategy_name": "sglang"})
+    assert reason.startswith("actor_infer's sglang ")
     for family in FAMILIES:
-        refused = reason.partition(f"{engine} ")[2]
-        record("family", {"family": f"{family} pictures", "engine": engine, "variant": "whole", "refused": refused})
+        row_of = {"family": f"{family} pictures", "engine": "sglang", "variant": "whole"}
+        record("family", row_of | {"refused": reason.partition("sglang ")[2]})
+    for key in ("pipeline_model_parallel_size", "context_parallel_size"):
+        megatron = {"strategy_name": "megatron_train", "strategy_config": {key: 2}}
+        assert refused(train=megatron) == f"actor_train's megatron_train takes no pictures with {key} 2"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in CARD.pictured])
-def test_vllm_refuses_what_it_was_not_compared_on(tmp_path, family):
-    config = PipelineConfig.model_validate(
-        {"pretrain": str(make_processor(tmp_path, family)), "actor_infer": {"strategy_args": {"strategy_name": "vllm"}}}
+@pytest.mark.parametrize(
+    ("role", "engine", "variant"), [("infer", "vllm", "greedy"), ("train", "megatron_train", "whole")]
+)
+def test_engines_refuse_families_that_they_were_not_compared_on(tmp_path, family, role, engine, variant):
+    sections = {"actor_infer": {"world_size": 1}, f"actor_{role}": {"strategy_args": {"strategy_name": engine}}}
+    reason = pictures_refused(
+        PipelineConfig.model_validate({"pretrain": str(make_processor(tmp_path, family))} | sections)
     )
-    reason = pictures_refused(config)
-    assert reason.startswith(f"actor_infer's vllm was not compared on {family}, but on qwen2_5_vl, ")
-    row_of = {"family": f"{family} pictures", "engine": "vllm", "variant": "greedy"}
+    assert reason.startswith(f"actor_{role}'s {engine} was not compared on {family}, but on qwen2_5_vl, ")
+    row_of = {"family": f"{family} pictures", "engine": engine, "variant": variant}
     record("family", row_of | {"refused": "has not been compared with plain Transformers on pictures"})
 
 

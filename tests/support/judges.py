@@ -9,10 +9,22 @@ import torch
 from roll.data.renderer import ChatRenderer, Message
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tokenizer
+from roll.rewards.judge import JudgeVerifier
 from tests.support.contract import FAMILIES, HEADS, greedy_oracle, random_model
 
 WORDS = 5
 """Tokens that it says."""
+
+
+class Summing(JudgeVerifier):
+    """Makes a number of whatever a model says."""
+
+    def _score_in(self, words: str, is_cut: bool) -> float:
+        return self.number(words)
+
+    @staticmethod
+    def number(words: str) -> float:
+        return float(sum(map(ord, words)) % 11)
 
 
 def digit_model(folder: Path) -> str:

@@ -2,14 +2,22 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+)
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -228,3 +236,17 @@ def make_picture_model(path: Path, family: str = "qwen3_vl", *, seed: int = 0, *
         old = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): x for name, x in load_file(file).items()}
         save_file(old, file, metadata={"format": "pt"})
     return path
+
+
+def greedy_words(model: str, words: str, pictures: Sequence[np.ndarray], most: int) -> str:
+    """What a model says to pictures and words of a user, by Transformers with its own picture processor."""
+    tokenizer, loaded = make_tokenizer(), AutoModelForImageTextToText.from_pretrained(model)
+    processor = Qwen2VLImageProcessorPil(**PROCESSOR, size={"shortest_edge": 784, "longest_edge": 784 * 64})
+    seen = processor([Image.fromarray(pixels) for pixels in pictures], return_tensors="pt") if len(pictures) else {}
+    sizes = (seen["image_grid_thw"].prod(1) // PROCESSOR["merge_size"] ** 2).tolist() if len(pictures) else []
+    shown = "".join(f"<|vision_start|>{IMAGE * size}<|vision_end|>" for size in sizes)
+    text = f"<|im_start|>user\n{shown}{words}<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    kinds = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+    whole = loaded.generate(input_ids=ids, mm_token_type_ids=kinds, do_sample=False, max_new_tokens=most, **seen)
+    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))

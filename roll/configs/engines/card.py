@@ -125,6 +125,8 @@ class EngineCard:
     """Values of ``training_args.optimizer`` that it can train with."""
     trains_modules: ClassVar[bool] = False
     """Trains the modules of Transformers: has Ulysses, Liger kernels, and the attention that Transformers has."""
+    rates_parts: ClassVar[bool] = False
+    """Trains parts of a model at learning rates of their own (``learning_rate_of``)."""
     packs_modules: ClassVar[bool] = False
     """Lays several sequences in one row of a Transformers module: only in families that keep them apart."""
     ulysses_instead: ClassVar[str] = ""
@@ -155,8 +157,8 @@ class EngineCard:
     """``module:function`` (role, worker, model's text configuration, whole configuration) that yields what else of a
     model does not fit. Imported where the model is on this machine."""
     frozen_fit: ClassVar[str | None] = None
-    """``module:function`` (worker, model's text configuration, names of the frozen parameters) that yields which of
-    them cannot be frozen apart. ``None``: any can."""
+    """``module:function`` (worker, model's text configuration, names of the frozen parameters, rates of parameters by
+    name) that yields which of them cannot be frozen, or have a rate, apart. ``None``: any can."""
     adapter_fit: ClassVar[str | None] = None
     """``module:function`` (worker, model's text configuration, names of the adapted layers) that yields what of an
     adapter does not fit. ``None``: all does."""

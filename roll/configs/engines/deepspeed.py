@@ -241,6 +241,7 @@ class DeepSpeedCard(EngineCard):
         },
     )
     trains_modules = True
+    rates_parts = True
     packs_modules = True
     replays_experts = True
     scores_kept_sets = True

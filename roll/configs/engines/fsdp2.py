@@ -87,6 +87,7 @@ class Fsdp2Card(EngineCard):
     options = Fsdp2Config
     optimizers = ("adamw", "muon")
     trains_modules = True
+    rates_parts = True
     packs_modules = True
     replays_experts = True
     scores_kept_sets = True

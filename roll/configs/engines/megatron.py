@@ -267,6 +267,7 @@ class MegatronCard(EngineCard):
         },
     )
     ulysses_instead = "context_parallel_size shares sequences"
+    rates_parts = True
     replays_experts = True
     scores_kept_sets = True
     splits_heads = False  # among other layouts: its own fit knows
@@ -306,6 +307,15 @@ class MegatronCard(EngineCard):
         if worker.num_workers % options.model_parallel_size == 0:
             yield from _expert_problems(role, worker, options)
             yield from _recompute_problems(role, worker, options)
+
+    pictured = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+
+    def no_pictures(self, worker: WorkerConfig) -> str:
+        options = worker.strategy_args.typed()
+        assert isinstance(options, MegatronConfig)
+        keys = ("pipeline_model_parallel_size", "context_parallel_size")
+        sizes = {key: getattr(options, key) for key in keys}
+        return next((f"takes no pictures with {key} {size}" for key, size in sizes.items() if size > 1), "")
 
     def untested(self, options: MegatronConfig) -> Iterator[tuple[str, str]]:
         if options.fp8:

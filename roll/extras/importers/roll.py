@@ -31,7 +31,7 @@ from roll.extras.importers.roll_offline import (
     offline_schema,
     set_distillation,
     set_offline,
-    set_picture_bounds,
+    set_picture_columns,
     set_teacher,
     set_teachers,
 )
@@ -640,10 +640,7 @@ def _picture_columns(draft: Draft, data: str) -> None:
         tags = [tag for domain in draft.theirs("rewards", {}).values() for tag in domain.get("tag_included") or ()]
         own["default_tag"] = next(iter([*tags, *draft.theirs("rewards", {})]), "math")
         draft.forget(f"{data}.messages")
-    for key, column in own.items():
-        if draft.get(f"{data}.{key}") != column:
-            draft.derive(f"{data}.{key}", f"{data}.{key}", column, "what ROLL reads of rows with pictures")
-    set_picture_bounds(draft, most)
+    set_picture_columns(draft, own, most)
 
 
 def _validation(draft: Draft) -> None:

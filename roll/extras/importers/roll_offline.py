@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from roll.configs.distill import DistillConfig
@@ -182,12 +182,18 @@ def set_teachers(draft: Draft, take_role: Callable[[Draft], None]) -> None:
             draft.derive("teachers", f"teachers.{name}.{key}", value)
 
 
-def set_picture_bounds(draft: Draft, most: int) -> None:
-    """ROLL's own bounds of pictures, where the files do not say; those of held-out prompts follow.
+def set_picture_columns(draft: Draft, columns: Mapping[str, str], most: int) -> None:
+    """What a pipeline of ROLL reads of rows with pictures, and its own bounds of these where the files do not say.
+
+    Those of held-out prompts follow.
 
     Args:
+        columns: by the key that names them here.
         most: pixels of a side of the largest square.
     """
+    for key, column in columns.items():
+        if draft.get(f"{_DATA}.{key}") != column:
+            draft.derive(f"{_DATA}.{key}", f"{_DATA}.{key}", column, "what ROLL reads of rows with pictures")
     note = "set by that pipeline of ROLL" if most < 1024 else "ROLL's default; releases without the key: 1024 × 1024"
     held_out = draft.theirs("validation.data_args.file_name")
     for name, pixels in (("image_max_pixels", most * most), ("image_min_pixels", 56 * 56)):
@@ -224,10 +230,9 @@ def set_distillation(draft: Draft) -> None:
 
 def _set_pictures(draft: Draft) -> None:
     """Distillation with pictures: its columns and bounds, whatever the keys say."""
-    data = "actor_train.data_args"
-    for key, column in (("prompt", "problem"), ("response", "solution"), ("image", "image")):
-        draft.forget(f"{data}.{key}")
-        draft.derive(f"{data}.{key}", f"{data}.{key}", column, "what ROLL reads of rows with pictures")
+    columns = {"prompt": "problem", "response": "solution", "image": "image"}
+    for key in columns:
+        draft.forget(f"{_DATA}.{key}")
+    set_picture_columns(draft, columns, 1024)
     note = "ROLL asks for the answer in a tag <answer> behind every question: write it into the rows"
-    draft.tell(Kind.TO_DO, f"{data}.prompt", "problem", note=note)
-    set_picture_bounds(draft, 1024)
+    draft.tell(Kind.TO_DO, f"{_DATA}.prompt", "problem", note=note)

@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from roll.configs.problems import ConfigProblem
 from roll.models.megatron.families import FAMILIES, REFUSED, Family
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+LANGUAGE = "language_model"
+"""The language model in a trunk that has a tower beside it."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class MegatronModelConfig:
     """Radians per position of each pair of a head's first dimensions, as Transformers computes them (float32)."""
     rotary_factor: float = 1.0
     """Of the rotated dimensions of queries and keys (YaRN, Peng et al. 2023)."""
+    trunk: str = "model."
+    """Before the names of the language model's parts in the Hugging Face model, which may have a tower beside it."""
 
     @property
     def model_class(self) -> str:
@@ -77,14 +84,17 @@ class MegatronModelConfig:
         return bool(self.model["share_embeddings_and_output_weights"])
 
 
-def megatron_config(hf_config: PreTrainedConfig) -> MegatronModelConfig:
-    """Translates a model's configuration.
+def megatron_config(hf_config: PreTrainedConfig, hf_model: PreTrainedModel | None = None) -> MegatronModelConfig:
+    """Translates a model's configuration, or the part of it that is of a language model.
+
+    Args:
+        hf_model: made of a configuration that has other parts too, to name its weights by.
 
     Raises:
         ValueError: a model class that the converter does not know (with the nearest that it does), or something in the
             configuration that Megatron-Core does not compute; names all of them.
     """
-    family = _known_family(hf_config)
+    family, hf_config = _known_family(hf_config), hf_config.get_text_config()
     problems = [*_attention_problems(hf_config), *_rope_problems(hf_config), *family.problems(hf_config)]
     if hf_config.hidden_act not in ("silu", "swish"):
         problems.append(f"hidden_act: got {hf_config.hidden_act!r}, expected silu")
@@ -99,7 +109,11 @@ def megatron_config(hf_config: PreTrainedConfig) -> MegatronModelConfig:
         transformer = {name: value for name, value in transformer.items() if "moe" not in name}
     frequencies, factor = _rotary(hf_config)
     kinds = tuple(_layer_kinds(hf_config))
-    return MegatronModelConfig(family, transformer, _model_arguments(hf_config), layers, kinds, frequencies, factor)
+    model, trunk = _model_arguments(hf_config), "model."
+    if hf_model is not None:
+        model["share_embeddings_and_output_weights"] = bool(getattr(hf_model.config, "tie_word_embeddings", False))
+        trunk = f"model.{LANGUAGE}." if hasattr(hf_model.base_model, LANGUAGE) else trunk
+    return MegatronModelConfig(family, transformer, model, layers, kinds, frequencies, factor, trunk)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
@@ -165,10 +179,11 @@ def _indivisible(name: str, divisor: int, what: str, number: int) -> Iterator[Co
         yield ConfigProblem(name, divisor, f"a divisor of {what} {number} (nearest: {near})")
 
 
-def _known_family(config: PreTrainedConfig) -> Family:
+def _known_family(whole: PreTrainedConfig) -> Family:
+    config = whole.get_text_config()
     if config.model_type in FAMILIES:
         return FAMILIES[config.model_type]
-    seen = (config.architectures or [type(config).__name__])[0]
+    seen = (whole.architectures or [type(whole).__name__])[0]
     if config.model_type in REFUSED:
         raise ValueError(
             f"{seen} (model_type {config.model_type!r}): cannot be converted to Megatron-Core, which does not compute "
@@ -262,8 +277,19 @@ def transformers_class(config: PreTrainedConfig, part: str) -> Any:
     """A class of the family's module in Transformers, e.g. ``LlamaRotaryEmbedding`` by the end of its name."""
     kind = config.model_type.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    family = FAMILIES[config.model_type].model_class.removesuffix("ForCausalLM")
+    family = FAMILIES[config.model_type].model_class.partition("For")[0]
     return getattr(module, family + part, None) or getattr(module, f"{family}Text{part}")
+
+
+def rotary_angles(rotary: Any, positions_3RC: Tensor) -> Tensor:
+    """Angles [C, R, 1, D] of tokens that have a time, a height and a width, as Megatron takes them.
+
+    Args:
+        rotary: of the model's own class, which knows which of the three turns a pair of dimensions.
+    """
+    angles_3RCF = positions_3RC[..., None].float() * rotary.inv_freq.to(positions_3RC.device)
+    angles_RCD: Tensor = rotary.recomposition_frequencies(angles_3RCF)
+    return angles_RCD.transpose(0, 1)[:, :, None]
 
 
 def set_rotary(model: Any, config: MegatronModelConfig) -> None:

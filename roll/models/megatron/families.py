@@ -464,6 +464,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", _STANDARD, _nothing_more),
     "smollm3": Family("SmolLM3ForCausalLM", _STANDARD, _smollm3, problems=_same_biases, own_modules=True),
     "qwen2": Family("Qwen2ForCausalLM", _STANDARD, _qwen2),
+    "qwen2_5_vl_text": Family("Qwen2_5_VLForConditionalGeneration", _STANDARD, _qwen2, own_modules=True),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         (*_STANDARD, *_router(), *SHARED_EXPERT),
@@ -472,6 +473,9 @@ FAMILIES: dict[str, Family] = {
         problems=_qwen_moe_problems,
     ),
     "qwen3": Family("Qwen3ForCausalLM", _STANDARD, _qwen3, problems=_same_biases),
+    "qwen3_vl_text": Family(
+        "Qwen3VLForConditionalGeneration", _STANDARD, _qwen3, problems=_same_biases, own_modules=True
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (*_STANDARD, *_router()),

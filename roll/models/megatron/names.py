@@ -10,7 +10,7 @@ experts on the way in and put together on the way out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -35,6 +35,9 @@ from roll.models.megatron.families import (
 from roll.models.stored import StoredTensor
 
 Part = Literal["gate", "up", "down"]
+
+TOWER = "tower."
+"""Before the names of what a trunk has beside its language model, whole on every rank of the first stage."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +190,17 @@ def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> So
     """
     if adapter := _ADAPTER.fullmatch(name):
         return _adapter_source(adapter, config, layout)
+    if name.startswith(TOWER):
+        return Source("replicated", (("model." + name.removeprefix(TOWER),),), expert=False)
     relative, layer, expert = _parse(name)
     table = WITHOUT_LAYER if layer is None else config.family.by_name
     if (entry := table.get(relative)) is None:
         raise ValueError(f"Megatron parameter {name!r}: not one of those that {config.model_class} has")
     if entry is OUTPUT and config.tied:
         entry = TIED_OUTPUT
-    prefix = "" if layer is None else f"model.layers.{_held(name, 'layer', layer, layout.layers)}."
+    if layer is None:
+        return Source(entry.form, (tuple(re.sub(r"^model\.", config.trunk, hf) for hf in entry.hf),), expert=False)
+    prefix = f"{config.trunk}layers.{_held(name, 'layer', layer, layout.layers)}."
     if "{expert}" not in entry.hf[0]:
         return Source(entry.form, (tuple(prefix + hf for hf in entry.hf),), expert=False)
     held = layout.experts(config.num_experts)
@@ -232,6 +239,13 @@ def torn(held: Collection[str], frozen: Collection[str]) -> str:
         return ""
     names = ", ".join(sorted(missing))
     return f"{names} with the rest that Megatron stores together ({', '.join(sorted(held))}), or none of them"
+
+
+def at_odds(held: Collection[str], rates: Mapping[str, float]) -> str:
+    """Says that those of Megatron's one tensor would learn at several rates; empty where they do not."""
+    if len({rates.get(name) for name in held}) == 1:
+        return ""
+    return f"one rate for {', '.join(sorted(held))}, which Megatron stores together"
 
 
 def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:

@@ -252,6 +252,7 @@ def _add_score(commands: Any) -> None:
         "--tag-key", metavar="COLUMN", default="tag", help="column of the tag, which selects the domain (tag)"
     )
     parser.add_argument("--score-key", metavar="COLUMN", default="scores", help="column for the scores (scores)")
+    parser.add_argument("--image-folder", metavar="DIR", help="folder of the pictures that rows name, for a judge")
     parser.add_argument("--processes", type=int, metavar="N", help="child processes for each domain's rules")
 
 
@@ -271,7 +272,8 @@ def _score(options: argparse.Namespace) -> int:
         return EXIT_USAGE
     truth = None if options.no_truth else options.truth_key
     columns = AnswerColumns(options.answer_key, options.prompt_key, truth, options.tag_key)
-    job = Job(files, columns, rewards, options.output, options.score_key, options.summary, options.processes)
+    output = options.output, options.score_key, options.summary
+    job = Job(files, columns, rewards, *output, options.processes, options.image_folder)
     return run(job)
 
 

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,11 +19,12 @@ from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.data.files import DataError, Problems, find_files
 from roll.data.prompts import Prompt
-from roll.data.questions import AnswerColumns, read_responses
+from roll.data.questions import AnswerColumns, ResponseRow, read_responses
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
-from roll.rewards.scoring import References, Scoring, domain_of, parse_rewards
+from roll.rewards.scorer import sees
+from roll.rewards.scoring import References, Scoring, domain_of, parse_rewards, unseen
 from roll.rewards.types import RewardError, RewardResult
 from roll.tracking.files import to_json, write_atomic
 from roll.utils.registry import plugin_variables
@@ -48,6 +51,7 @@ class Job:
     score_key: str
     summary: Path | None
     num_processes: int | None
+    image_folder: str | None = None
 
 
 def rewards_of(config: tuple[str, Path] | None, verifier: str | None, words: Sequence[str]) -> dict[str, Any]:
@@ -86,10 +90,11 @@ def run(job: Job) -> int:
     """
     try:
         domains = parse_rewards(job.rewards)
-        total = _check(job, domains)
+        shows = any(map(sees, domains.values()))
+        total = _check(job, domains, partial(_rows, job, shows))
         for path in filter(None, (job.output, job.summary)):
             path.parent.mkdir(parents=True, exist_ok=True)
-        tally, errors = asyncio.run(_score(job, domains, total))
+        tally, errors = asyncio.run(_score(job, domains, total, _rows(job, shows, Problems())))
         figures = tally.summary()
         sys.stdout.write(page(figures))
         if job.summary is not None:
@@ -109,7 +114,12 @@ def run(job: Job) -> int:
     return EXIT_FAILED if tally.failed else 0
 
 
-def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
+def _rows(job: Job, shows: bool, problems: Problems) -> Iterator[ResponseRow]:
+    more: Any = {"without": job.score_key, "shows": shows, "image_folder": job.image_folder}
+    return read_responses(job.files, job.columns, problems, **more)
+
+
+def _check(job: Job, domains: Mapping[str, RewardConfig], rows: Callable[[Problems], Iterator[ResponseRow]]) -> int:
     """Reads all rows once, before anything is scored.
 
     Returns:
@@ -118,7 +128,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
     Raises:
         DataError: everything that is wrong in them.
     """
-    problems, count = Problems(), 0
+    problems, count, shown = Problems(), 0, Counter[str]()
     asked: list[tuple[str, Prompt]] = []
     taken = {path.resolve(): "a file of answers" for path in find_files(job.files, Problems())}
     for option, path in (("--output", job.output), ("--summary", job.summary)):
@@ -126,10 +136,11 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
             problems.add(option, f"got {path}, {seen}, expected another file")
         elif path is not None:
             taken[path.resolve()] = f"that of {option}"
-    for row in read_responses(job.files, job.columns, problems, without=job.score_key):
+    for row in rows(problems):
         count += 1
         try:
             name = domain_of(domains, row.tag)
+            shown[name] += row.has_pictures
             messages = row.messages or ({"role": "user", "content": row.prompt},)
             tag = row.tag if row.tag in domains[name].tag_included else domains[name].tag_included[0]
             asked.append((row.row.place, Prompt(row.group, str(tag), messages, row.truth, row.extra)))
@@ -138,6 +149,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
     problems.raise_any()
     if not count:
         raise DataError([f"{', '.join(job.files)}: no rows"])
+    sys.stderr.writelines(f"{line}\n" for line in unseen(domains, shown))
     _tell_unscorable(domains, asked)
     return count
 
@@ -153,9 +165,10 @@ def _tell_unscorable(domains: Mapping[str, RewardConfig], asked: Sequence[tuple[
         sys.stderr.write(f"… and {len(found) - SHOWN_ERRORS:,} more rows to which no answer can be right\n")
 
 
-async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> tuple[Tally, list[str]]:
+async def _score(
+    job: Job, domains: Mapping[str, RewardConfig], total: int, rows: Iterator[ResponseRow]
+) -> tuple[Tally, list[str]]:
     tally, errors = Tally(), list[str]()
-    rows = read_responses(job.files, job.columns, Problems(), without=job.score_key)
     async with contextlib.AsyncExitStack() as stack:
         try:
             scoring = await stack.enter_async_context(Scoring(domains, job.num_processes, host=_host))
@@ -206,8 +219,8 @@ def _record(verdict: RewardResult | RewardError) -> dict[str, Any]:
     return record | {name: dict(part) for name, part in (("parts", verdict.parts), ("notes", verdict.notes)) if part}
 
 
-def _host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
+def _host(model: str, engine: JudgeEngine, most: int, pictures: bool) -> HostedModel:
     """Hosts a judge in this process."""
     from roll.distributed.strategy.generation.alone import HostedGenerator
 
-    return HostedGenerator(model, engine, most)
+    return HostedGenerator(model, engine, most, pictures)

@@ -4,6 +4,11 @@ import base64
 import io
 import json
 import pickle
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +17,7 @@ from transformers import AutoTokenizer
 
 from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns
+from roll.data import addresses
 from roll.data.columns import Item
 from roll.data.conversations import encode_talk, load_conversations
 from roll.data.files import DataError
@@ -116,6 +122,103 @@ def test_forms_of_pictures(renderer, tmp_path, given, words, sizes):
     shown = with_items(read_sources(prompt.messages), renderer.pictures)
     assert [item.data.shape[:2] for item in items_of(shown)] == sizes
     assert renderer.prompt(shown).min() < 0 or not sizes
+
+
+class Web(BaseHTTPRequestHandler):
+    """A picture, and what may be wrong with one."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        kind = self.path.partition("?")[0][1:]
+        first = self.asked.count(self.path) == 1
+        body = {"html": b"<html>", "huge": bytes(5000), "two": TWO}.get(kind, ONE)
+        status = {"moved": 302, "loop": 302, "away": 302, "absent": 404}.get(
+            kind, 503 if kind == "busy" and first else 200
+        )
+        self.send_response(status)
+        place = {"moved": "/one", "loop": "/loop", "away": f"http://localhost:{self.server.server_port}/one"}.get(kind)
+        if place:
+            self.send_header("Location", place)
+        self.end_headers()
+        for start in range(0, len(body), 20 if kind == "slow" else len(body)):
+            self.wfile.write(body[start : start + 20] if kind == "slow" else body)
+            time.sleep(0.1 * (kind == "slow"))
+
+    def log_message(self, *args):
+        """Keeps the test's output clean."""
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(addresses, "MOST_BYTES", 4000)
+    monkeypatch.setattr(Web, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_pictures_at_addresses_are_fetched_once(renderer, tmp_path, web):
+    shown = [f"{web}/one?token=secret", f"{web}/moved", f"{web}/two", f"{web}/busy", "one.png"]
+    path = write(tmp_path, *(row(images=[url]) for url in shown), row(part(type="image_url", image_url=f"{web}/two")))
+    keys = {"image_urls": ["127.0.0.1"]}
+    head = Reading(
+        DataArguments(file_name=str(path), messages="messages", response=None, default_tag="t", **keys), 0, 9
+    )
+    assert check_prompts(head, None, renderer)[0].total() == 6 and not Web.asked, "a check asks nobody"
+    prompts = load(path, renderer, **keys)
+    assert sorted(Web.asked) == ["/busy", "/busy", "/moved", "/one", "/one?token=secret", "/two"]
+    shapes = [items_of(with_items(read_sources(one.messages), renderer.pictures))[0].data.shape for one in prompts]
+    assert shapes == [(28, 28, 3), (28, 28, 3), (56, 84, 3), (28, 28, 3), (28, 28, 3), (56, 84, 3)]
+    again = load(path, renderer, **keys)
+    assert len(Web.asked) == 6 and again.report.identity == prompts.report.identity
+    for file in (tmp_path / "cache/roll/pictures").iterdir():
+        if file.suffix != ".address" and file.read_bytes() == TWO:
+            file.write_bytes(ONE)
+    with pytest.raises(DataError, match=r"rows.jsonl:3: .*/two: its file .* has been changed since it was fetched"):
+        load(path, renderer, **keys)
+    Web.asked.clear()
+    with pytest.raises(DataError, match=r"not fetched from addresses.*image_urls") as refused:
+        load(path, renderer)
+    assert "secret" not in str(refused.value) and not Web.asked
+
+
+@pytest.mark.parametrize(
+    ("path", "hosts", "reason"),
+    [
+        ("{web}/absent", ["127.0.0.1"], "/absent: the server answers 404"),
+        ("{web}/huge", ["127.0.0.1"], "/huge: more than 4,000 bytes"),
+        ("{web}/slow", ["127.0.0.1"], r"/slow: not there within 0.3 s"),
+        ("{web}/loop", ["127.0.0.1"], "/loop: more than 5 redirects"),
+        ("{web}/away", ["127.0.0.1"], "//localhost.*/one: expected https://, or http:// of a host that"),
+        ("{web}/html", ["127.0.0.1"], "no picture .it begins with"),
+        ("{web}/one", True, "/one: expected https://, or http:// of a host that"),
+        ("https://localhost:1/a", True, "(127.0.0.1|::1) is not public"),
+        ("https://[::ffff:10.0.0.1]/a", True, "10.0.0.1|::ffff:a00:1 is not public"),
+        ("https://example.org/a", ["127.0.0.1"], "expected one of the hosts in data_args.image_urls: 127.0.0.1"),
+        ("https://me:word@example.org/a", True, r"https://example.org/a: a login in the address"),
+    ],
+)
+def test_what_may_not_be_fetched_is_told_by_row(renderer, tmp_path, web, monkeypatch, path, hosts, reason):
+    monkeypatch.setattr(addresses, "_ATTEMPTS", 1)
+    if "slow" in path:
+        monkeypatch.setattr(addresses, "SECONDS", 0.3)
+    file = write(tmp_path, row(images=["one.png"]), row(images=[path.format(web=web)]))
+    with pytest.raises(DataError, match=rf"rows.jsonl:2: images\[0\]: .*{reason}"):
+        load(file, renderer, image_urls=hosts)
+
+
+def test_a_host_that_turns_out_to_be_private_is_not_read(web, monkeypatch):
+    monkeypatch.setattr(addresses, "_check", lambda url, hosts: None)
+    public = SimpleNamespace(getaddrinfo=lambda *_, **__: [(0, 0, 0, "", ("9.9.9.9", 443))], SOCK_STREAM=1)
+    monkeypatch.setattr(addresses, "socket", public)
+    with pytest.raises(addresses.PictureError, match=r"127.0.0.1 is not public"):
+        addresses.Address(f"{web}/one", ()).read()
 
 
 def test_parquet_of_the_datasets_library(renderer, tmp_path):

@@ -18,7 +18,7 @@ from transformers.models.pixtral import image_processing_pil_pixtral
 
 from roll.data.columns import Item
 from roll.data.identity import items_along, vocabulary_ids
-from roll.data.pictures import PictureError, Pictures
+from roll.data.pictures import PictureError, Pictures, Reach
 from roll.data.renderer import ChatRenderer, items_of
 from tests.support.picture_models import FAMILIES, IMAGE, make_processor, make_tokenizer
 
@@ -111,7 +111,7 @@ def test_the_same_picture_in_every_form_is_the_same_item(pictures, tmp_path):
         encoded(Image.fromarray(pixels), "TIFF"),
         pickle.loads(pickle.dumps(pictures)).item(pixels),
     ]
-    assert len({pictures.item(form, folder=tmp_path).hash for form in forms}) == 1
+    assert len({pictures.item(form, reach=Reach(tmp_path)).hash for form in forms}) == 1
 
 
 def test_colours_transparency_and_rotation(pictures):
@@ -195,7 +195,9 @@ def test_what_cannot_be_used_is_refused_with_place_and_reason(pictures, tmp_path
     (tmp_path / "outside.png").write_bytes(WHOLE)
     (inside / "link.png").symlink_to(tmp_path / "outside.png")
     with pytest.raises(PictureError, match=rf"(?s)^rows.jsonl:3: .*{reason}"):
-        pictures.item(source, "rows.jsonl:3", inside)
+        pictures.item(source, "rows.jsonl:3", Reach(inside))
+    if reason == "outside" and source == "link.png":
+        assert pictures.item(source, reach=Reach(inside, outside=True)).data.size
 
 
 def test_a_text_is_a_path_only_where_a_folder_is_given(pictures):

@@ -18,6 +18,7 @@ from roll.data.identity import content_ids
 from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
 from roll.data.pictures import Pictures
 from roll.data.requests import GenerateRequest
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.generator import check_request
 from roll.models.freezing import freeze_unseen
@@ -143,25 +144,27 @@ def other_grid(pictures: PictureInput) -> PictureInput:
     return dataclasses.replace(pictures, values=[values])
 
 
+CHANGES = (swapped, one_off, other_grid)
+
+
 @pytest.mark.parametrize(
-    ("family", "change"),
+    ("family", "change", "engine"),
     [
-        *(("qwen3_vl", change) for change in (swapped, one_off, other_grid)),
-        *(("glm4v", change) for change in (one_off, other_grid)),
-        *((family, swapped) for family in ("qwen3_vl_moe", "llava", "gemma3", "mistral3")),
-        ("mistral3", other_grid),
+        *(("qwen3_vl", change, engine) for change in CHANGES for engine in ("fsdp2_train", "megatron_train")),
+        *(("glm4v", change, "fsdp2_train") for change in (one_off, other_grid)),
+        *((family, swapped, "fsdp2_train") for family in ("qwen3_vl_moe", "llava", "gemma3", "mistral3")),
+        ("mistral3", other_grid, "fsdp2_train"),
     ],
 )
-def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, family, change):
-    trainer: Any = Fsdp2Train(
-        make_context(models(family), "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
-    )
+def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, family, change, engine):
+    options: dict[str, Any] = {"worker": PACKED, "pictures": True, "temperature": 1.0}
+    trainer: Any = STRATEGIES.get(engine)(make_context(models(family), engine, **options))
     trainer.setup()
     a, b = picture(1, 2, 3, family), picture(2, *((2, 3) if change is swapped else (3, 2)), family)
     batch = make_rows([[3, a, 2, -6], [4, b, 3, -5], [2, a, -9]], 1, family)
-    made = Tower.of_batch
-    monkeypatch.setattr(Tower, "of_batch", lambda tower, inputs: change(made(tower, inputs)))
-    with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model.layers"):
+    made = Tower.of_rows
+    monkeypatch.setattr(Tower, "of_rows", lambda *given: change(made(*given)))
+    with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in [a-z_.]+\.layers\.0"):
         trainer.logprobs(batch)
     monkeypatch.undo()
     trainer.logprobs(batch)

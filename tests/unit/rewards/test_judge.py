@@ -1,7 +1,9 @@
 """The judge, against real HTTP servers on loopback."""
 
 import asyncio
+import base64
 import email.utils
+import io
 import json
 import logging
 import re
@@ -10,22 +12,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
-from roll.configs.rewards import RewardConfig
+import roll.rewards.judge
+from roll.configs.rewards import JudgeEngine, RewardConfig
+from roll.data.columns import Item
+from roll.data.requests import SamplingParams
 from roll.distributed.strategy.generation.alone import HostedGenerator
-from roll.rewards.judge import JudgeConfig, JudgeVerifier
+from roll.rewards.judge import HostedJudge, JudgeConfig, JudgeVerifier
 from roll.rewards.scorer import DomainScorer, check_rewards
 from roll.rewards.types import RewardError, RewardResult, Sample
 from tests.support.judges import WORDS, digit_model, greedy_words
+from tests.support.picture_models import greedy_words as greedy_answer
+from tests.support.picture_models import make_picture_model
 
 KEY = "sk-4f1c-very-secret"
 SAMPLE = Sample(prompt="1+1=", response="It is 2.", ground_truth="2", data_source="sums")
+ITEMS = tuple(Item(pixels) for pixels in np.random.default_rng(0).integers(0, 256, (2, 56, 84, 3), np.uint8))
 
 
 @dataclass
@@ -125,6 +135,13 @@ def score_all(url: str, samples: list[Sample], **args: Any) -> list[RewardResult
             await verifier.close()
 
     return asyncio.run(run())
+
+
+def shown_in(body: dict[str, Any]) -> list[Image.Image]:
+    """The pictures of a request."""
+    content = body["messages"][0]["content"]
+    uris = [] if isinstance(content, str) else [part["image_url"]["url"] for part in content if "image_url" in part]
+    return [Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,")))) for uri in uris]
 
 
 @pytest.fixture
@@ -511,6 +528,38 @@ def test_a_pattern_of_ones_own_does_not_cut_a_number_out(words):
         JudgeVerifier(config)._score_in(words, False)
 
 
+def test_pictures_reach_the_endpoint_as_they_are_if_it_is_to_see_them(monkeypatch):
+    sample = replace(SAMPLE, prompt="<image> or <image>?", pictures=ITEMS)
+    with serving(says("Score: 5")) as server:
+        score(server.url, sample, pictures=True)
+        score(server.url, sample)
+        monkeypatch.setattr(roll.rewards.judge, "_MOST_BYTES", 9000)
+        with pytest.raises(RewardError, match=r"2 pictures of \d\d,\d{3} bytes in a request, expected at most 9,000"):
+            score(server.url, sample, pictures=True)
+    seeing, blind = server.bodies
+    assert all(np.array_equal(*pair) for pair in zip(shown_in(seeing), (item.data for item in ITEMS), strict=True))
+    *_, words = seeing["messages"][0]["content"]
+    assert "The pictures above (2)" in words["text"] and "<image> or <image>?" in words["text"]
+    assert "above" not in blind["messages"][0]["content"]
+
+
+async def test_a_hosted_judge_sees_too(tmp_path):
+    folder = str(make_picture_model(tmp_path / "seeing"))
+    params = SamplingParams(max_new_tokens=WORDS, temperature=0)
+    judge = HostedJudge(folder, JudgeEngine(), params, 2, HostedGenerator, pictures=True)
+    try:
+        asked = [[{"type": "image", "image": item} for item in shown] for shown in (ITEMS, ITEMS[:1], ITEMS[1:])]
+        said = await asyncio.gather(*(judge.ask([{"role": "user", "content": [*shown, TEXT]}]) for shown in asked))
+    finally:
+        await judge.model.close()
+    pixels = [[part["image"].data for part in shown] for shown in asked]
+    expected = await asyncio.to_thread(lambda: [greedy_answer(folder, "why?", shown, WORDS) for shown in pixels])
+    assert [words for words, _ in said] == expected and len(set(expected)) == 3
+    with pytest.raises(ValueError, match="pictures: true, but the model takes no pictures"):
+        await asyncio.to_thread(HostedGenerator, digit_model(tmp_path / "blind"), JudgeEngine(), 2, True)
+
+
+TEXT = {"type": "text", "text": "why?"}
 PROMPT = "{{ prompt }}|{{ response }}"
 SAMPLES = [Sample(prompt=f"{i}+1=", response=str(i * 7), ground_truth=None, data_source="sums") for i in range(8)]
 

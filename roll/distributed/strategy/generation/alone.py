@@ -65,7 +65,9 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
     return base, LoraSpec(config["r"], config["lora_alpha"], tuple(sorted(targets)))
 
 
-def local_pictures(model: str, worker: WorkerConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Pictures | None, str]:
+def local_pictures(
+    model: str, worker: WorkerConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[Pictures | None, str]:
     """The picture processor of a model for ``local_generator``; without one, why it gets no pictures.
 
     Raises:
@@ -144,20 +146,28 @@ class HostedGenerator:
     Args:
         model: a folder in Hugging Face format, or a name on the hub.
         engine: see ``JudgeEngine``.
+        pictures: requests may have some.
 
     Raises:
-        ValueError: the model cannot be loaded, or an option does not fit it.
+        ValueError: the model cannot be loaded, an option does not fit it, or it takes no pictures.
         MissingEngineError: the engine's package is not installed.
     """
 
-    def __init__(self, model: str, engine: JudgeEngine, most: int, *, devices: int = 1) -> None:
+    def __init__(self, model: str, engine: JudgeEngine, most: int, pictures: bool = False, *, devices: int = 1) -> None:
         self._open = ExitStack()
+        worker = engine.worker(devices)
+        self.pictures: Pictures | None = None
+        if pictures:
+            self.pictures, why = local_pictures(model, worker)
+            if self.pictures is None:
+                raise ValueError(f"pictures: true, but {why} (the judge {model})")
         started = local_generator(
             model,
-            engine.worker(devices),
+            worker,
             sequence_length=engine.max_length,
             max_running_requests=most,
             seed=0,  # every request brings its own
+            pictures=pictures,
         )
         with ThreadPoolExecutor(max_workers=1) as beside:  # the caller may be in an event loop; engines run their own
             self._engine: Any = beside.submit(self._open.enter_context, started).result()

@@ -38,7 +38,9 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
     with raise_on_all_ranks():
         with torch.device("meta"):
             # Of a reward model too: Megatron's trunk has the names of the whole model.
-            hf_model = make_skeleton("lm", context.model_path, dtype=torch.float32, config_kwargs=kwargs)
+            hf_model = make_skeleton(
+                "lm", context.model_path, dtype=torch.float32, config_kwargs=kwargs, pictures=model.has_tower
+            )
         adapted = adapted_layers(hf_model, spec.targets, spec.excluded)
         if problems := list(check_adapter_fit(hf_model.config, options, adapted, dropout=spec.dropout)):
             raise ValueError("; ".join(f"{context.role}.{problem}" for problem in problems))

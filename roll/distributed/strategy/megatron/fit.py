@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.problems import ConfigProblem, Words, show
-from roll.models.megatron.config import MegatronModelConfig, megatron_config, parallel_size_problems
-from roll.models.megatron.names import adaptable_layers, layer_entries, module_parts, torn
+from roll.models.freezing import FREEZE, RATES
+from roll.models.megatron.config import LANGUAGE, MegatronModelConfig, megatron_config, parallel_size_problems
+from roll.models.megatron.names import adaptable_layers, at_odds, layer_entries, module_parts, torn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,19 +53,26 @@ def check_adapter(worker: WorkerConfig, sizes: PreTrainedConfig, layers: Iterabl
     return check_adapter_fit(sizes, options, layers, dropout=worker.model_args.lora_dropout) if fits else ()
 
 
-def check_frozen(worker: WorkerConfig, sizes: PreTrainedConfig, frozen: Collection[str]) -> Iterator[ConfigProblem]:
-    """Frozen parameters that Megatron keeps in one tensor with others, the first of them; keys relative to the role."""
+def check_frozen(
+    worker: WorkerConfig, sizes: PreTrainedConfig, frozen: Collection[str], rates: Mapping[str, float]
+) -> Iterator[ConfigProblem]:
+    """The first of Megatron's tensors of which a part is frozen, or learns, by itself; keys relative to the role."""
     try:
         converted = megatron_config(sizes)
     except ValueError:
         return  # told of elsewhere
     for layer in range(converted.num_layers):
         for entry in layer_entries(converted, layer, "sequential"):
-            names = [f"model.layers.{layer}.{hf.format(expert=0)}" for hf in entry.hf]
-            if expected := torn({part for name in names for part in module_parts(name, converted)}, frozen):
-                key, name = "model_args.freeze_module_prefix", worker.strategy_args.strategy_name
-                yield ConfigProblem(key, worker.model_args.freeze_module_prefix, f"with {name} {expected}")
-                return
+            for trunk in ("model.", f"model.{LANGUAGE}."):
+                names = [f"{trunk}layers.{layer}.{hf.format(expert=0)}" for hf in entry.hf]
+                held = {part for name in names for part in module_parts(name, converted)}
+                args, training, name = worker.model_args, worker.training_args, worker.strategy_args.strategy_name
+                if expected := torn(held, frozen):
+                    yield ConfigProblem(FREEZE, args.freeze_module_prefix, f"with {name} {expected}")
+                    return
+                if expected := at_odds(held, rates):
+                    yield ConfigProblem(RATES, training.learning_rate_of, f"with {name} {expected}")
+                    return
 
 
 def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> Iterator[ConfigProblem]:

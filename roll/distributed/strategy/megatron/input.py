@@ -25,6 +25,7 @@ from roll.data.packing import (
     worth_sharing,
 )
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, held_columns
+from roll.models.pictures import PictureInput
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class MegatronInput:
     """The plan of a row that holds common prompts once."""
     trains: bool = False
     """A backward pass follows."""
+    pictures: PictureInput | None = None
+    """Those of a model that takes some, in host memory."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """Experts that this rank's routers chose, by layer, see ``routing``."""
 

@@ -24,20 +24,31 @@ from roll.configs.engines.megatron import CARD, MegatronConfig
 from roll.configs.problems import ConfigProblem
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.megatron.fit import check_model_fit
+from roll.distributed.strategy.megatron.pictures import take_tower
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
-from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
+from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX
 from roll.distributed.strategy.training.exchange import raise_on_all_ranks
-from roll.models.freezing import frozen_parameters
+from roll.models.freezing import FREEZE, RATES, freeze, frozen_parameters, own_rates
 from roll.models.heads import ValueHead, load_value_head
-from roll.models.loading import make_skeleton
+from roll.models.loading import Head, fit_folder, load_config, make_skeleton
 from roll.models.lora import is_adapter
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, set_rotary
-from roll.models.megatron.names import ParallelLayout, is_buffer, load_shards, module_parts, source, split_reader, torn
+from roll.models.megatron.names import (
+    ParallelLayout,
+    at_odds,
+    is_buffer,
+    load_shards,
+    module_parts,
+    source,
+    split_reader,
+    torn,
+)
+from roll.models.stored import StoredTensor
 from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def freeze_parts(model: MegatronModel, context: StrategyContext) -> None:
@@ -48,22 +59,55 @@ def freeze_parts(model: MegatronModel, context: StrategyContext) -> None:
     """
     args = context.worker.model_args
     with raise_on_all_ranks():
-        with torch.device("meta"):
-            kwargs = args.model_config_kwargs
-            hf_model = make_skeleton(context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs)
-        frozen = frozen_parameters(hf_model, args.frozen_prefixes, head=context.head != "lm")
-        for chunk, layout in zip(model.chunks, model.layouts, strict=True):
-            for name, parameter in chunk.named_parameters():
-                if name.startswith(HEAD_PREFIX):
-                    continue
-                groups = source(name, model.converted, layout).hf
-                held = {part for group in groups for hf in group for part in module_parts(hf, model.converted)}
-                if expected := torn(held, frozen):
-                    raise ValueError(f"{context.role}.model_args.freeze_module_prefix: expected {expected}")
-                parameter.requires_grad_(not held <= frozen)
+        frozen = frozen_parameters(_names_of(context), args.frozen_prefixes, head=context.head != "lm")
+        for parameter, held in _held_parts(model):
+            if expected := torn(held, frozen):
+                raise ValueError(f"{context.role}.{FREEZE}: expected {expected}")
+            parameter.requires_grad_(parameter.requires_grad and not held <= frozen)
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         if layout.first_stage:
             chunk.embedding.register_forward_hook(with_gradient)
+
+
+def own_rates_of(model: MegatronModel, context: StrategyContext) -> dict[nn.Parameter, float]:
+    """Learning rates (``learning_rate_of``) of this rank's parameters that have one of their own (collective).
+
+    Raises:
+        ValueError: a key is no part of the model, nothing of it is trained, or it takes only some of the tensors that
+            Megatron keeps in one.
+    """
+    args, found = context.worker.model_args, dict[nn.Parameter, float]()
+    with raise_on_all_ranks():
+        hf_model = _names_of(context)
+        freeze(hf_model, args.frozen_prefixes, head=context.head != "lm")
+        rates = own_rates(hf_model, context.worker.training_args.learning_rate_of)
+        for parameter, held in _held_parts(model):
+            if expected := at_odds(held, rates):
+                raise ValueError(f"{context.role}.{RATES}: expected {expected}")
+            if (rate := rates.get(next(iter(held)))) is not None:
+                found[parameter] = rate
+    return found
+
+
+def _names_of(context: StrategyContext) -> PreTrainedModel:
+    """The Hugging Face model without values."""
+    kwargs = context.worker.model_args.model_config_kwargs
+    with torch.device("meta"):
+        return make_skeleton(
+            context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs, pictures=context.pictures
+        )
+
+
+def _held_parts(model: MegatronModel) -> Iterator[tuple[nn.Parameter, set[str]]]:
+    """This rank's parameters but a head's, and what each holds of the Hugging Face module's."""
+    for chunk, layout in zip(model.chunks, model.layouts, strict=True):
+        for name, parameter in chunk.named_parameters():
+            if not name.startswith(HEAD_PREFIX):
+                groups = source(name, model.converted, layout).hf
+                yield (
+                    parameter,
+                    {hf for group in groups for each in group for hf in module_parts(each, model.converted)},
+                )
 
 
 def with_gradient(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
@@ -88,6 +132,13 @@ class MegatronModel:
     """Part of the model that each chunk is."""
     wrapped: list[Any] = field(default_factory=list)
     """The chunks as they are called."""
+    hf_model: PreTrainedModel | None = None
+    """Of a configuration with other parts than a language model, which it has on the meta device."""
+
+    @property
+    def has_tower(self) -> bool:
+        """The trunk is more than a language model; whether that is computed with or not."""
+        return self.converted.trunk != MODEL_PREFIX
 
     @property
     def takes_plans(self) -> bool:
@@ -194,8 +245,14 @@ def build_model(
     """
     from megatron.core import parallel_state
 
-    given = context.worker.strategy_args.strategy_config
-    converted = megatron_config(hf_config)
+    given, kwargs = context.worker.strategy_args.strategy_config, context.worker.model_args.model_config_kwargs
+    text, hf_model, tower = hf_config.get_text_config(), None, nn.ModuleDict()
+    if text is not hf_config:
+        hf_model = make_skeleton(
+            context.head, context.model_path, dtype=dtype, config_kwargs=kwargs, pictures=context.pictures
+        )
+        tower = take_tower(hf_model)
+    converted = megatron_config(hf_config, hf_model)
     problems = [
         *CARD.option_problems(given),
         *check_model_fit(hf_config, options),
@@ -211,17 +268,20 @@ def build_model(
         vp_stage = stage if virtual else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        specs = layer_specs(config, vp_stage, hf_config, mixers=converted.family.mixers)
+        specs = layer_specs(config, vp_stage, text, mixers=converted.family.mixers)
         chunk = _make_chunk(context, config, converted, vp_stage, specs, first=first, last=last)
         if first:
-            _spare_padding_token(chunk, hf_config.pad_token_id)
+            _spare_padding_token(chunk, text.pad_token_id)
         chunk.train(trained).requires_grad_(trained and context.lora is None)
+        if first and len(tower):  # text gives it no gradient, but weight decay would change it
+            device = next(chunk.parameters()).device
+            chunk.tower = tower.to(device).requires_grad_(trained and context.lora is None and context.pictures)
         if hasattr(chunk, "value_head"):
             chunk.value_head.requires_grad_(trained)  # beside an adapter too
         chunks.append(chunk)
         layouts.append(_layout(chunk, first=first, last=last))
-    model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks))
-    read = folder_reader(model, Path(context.model_path))
+    model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks), hf_model=hf_model)
+    read = folder_reader(model, context, Path(context.model_path))
     with raise_on_all_ranks(), torch.no_grad():
         for parameter, part in own_parts(model, read):
             parameter.copy_(part)
@@ -241,18 +301,32 @@ def build_model(
     return model
 
 
-def folder_reader(model: MegatronModel, path: Path) -> Callable[[str], Tensor]:
+def saved_name(name: str, head: Head) -> str:
+    """The name in the module: a trunk's have no prefix."""
+    return name if head == "lm" else name.removeprefix(MODEL_PREFIX)
+
+
+def folder_reader(model: MegatronModel, context: StrategyContext, path: Path) -> Callable[[str], Tensor]:
     """Reads the tensors of a model folder (or hub name) by their names, and this rank's value head, if it has one.
 
     Raises:
         ValueError: no such folder, or no safetensors files in it; later, no tensor of a name.
     """
     files, saved = WeightFiles(str(path)), {}
+    read: Callable[[str], StoredTensor] = files.stored
+    if model.hf_model is not None:
+        config = load_config(str(path), context.worker.model_args.model_config_kwargs)
+        fit = fit_folder(context.head, str(path), config, sampled=True, pictures=context.pictures)
+
+        def read(name: str) -> StoredTensor:
+            return fit.stored(saved_name(name, context.head))
+
     if model.value_head is not None:
         head = load_value_head(model.config.hidden_size, files.folder, bias=model.value_head.linear.bias is not None)
         saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
     family = model.converted.family
-    stored = split_reader(files.stored, family) if family.experts.alternating else files.read
+    fused = family.experts.alternating or model.hf_model is not None
+    stored = split_reader(read, family) if fused else files.read
     return lambda name: saved[name] if name in saved else stored(name)
 
 
@@ -468,9 +542,18 @@ def _trunk_class() -> type:
     class Trunk(GPTModel):  # type: ignore[misc]
         """A model that ends with its final norm, and places the tokens of a ``PlannedRow`` by their positions."""
 
-        def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-            embedded, rotary, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-            if isinstance(packed_seq_params, PlannedRow):
+        angles: Callable[[Tensor], Tensor]
+        """Of tokens by the positions that a model with a tower gives them, see ``pictures``."""
+
+        def _preprocess(
+            self, *args: Any, position_ids: Tensor | None, packed_seq_params: Any = None, **kwargs: Any
+        ) -> tuple[Any, ...]:
+            embedded, rotary, *others = super()._preprocess(
+                *args, position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs
+            )
+            if position_ids is not None:
+                rotary = self.angles(position_ids)
+            elif isinstance(packed_seq_params, PlannedRow):
                 rotary = rotary.index_select(0, packed_seq_params.positions_C)
             return embedded, rotary, *others
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -43,9 +44,19 @@ def wrap_for_data_parallelism(model: MegatronModel, options: MegatronConfig) -> 
 
 
 class MegatronAdam:
-    """AdamW on float32 copies of the weights, whole or (distributed optimizer) a share per data-parallel rank."""
+    """AdamW on float32 copies of the weights, whole or (distributed optimizer) a share per data-parallel rank.
 
-    def __init__(self, model: MegatronModel, options: MegatronConfig, args: TrainingArguments) -> None:
+    Args:
+        rates: peak learning rates of those that have one of their own.
+    """
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        options: MegatronConfig,
+        args: TrainingArguments,
+        rates: Mapping[nn.Parameter, float],
+    ) -> None:
         optimizer_module = importlib.import_module("megatron.core.optimizer")
         config = optimizer_module.OptimizerConfig(
             **{
@@ -61,10 +72,11 @@ class MegatronAdam:
                 "clip_grad": 0.0,
             }
         )
-        self._chunks = model.wrapped
-        overrides = _without_decay() if model.converted.family.experts.biased else None
+        self._chunks, self._peak = model.wrapped, args.learning_rate
+        biased = model.converted.family.experts.biased
+        overrides = _without_decay() if biased else optimizer_module.get_standard_config_overrides(config)
         self._chained = optimizer_module.get_megatron_optimizer(
-            config, model.wrapped, overrides, use_gloo_process_groups=False
+            config, model.wrapped, overrides | _own_rates(rates), use_gloo_process_groups=False
         )
         self._parts = [part for part in self._chained.chained_optimizers if not part.is_stub_optimizer]
         self._distributed = bool(config.use_distributed_optimizer)
@@ -137,7 +149,7 @@ class MegatronAdam:
 
     def _set_rates(self, rate: float, decay: float) -> None:
         for group in self.groups:
-            group["lr"], group["weight_decay"] = rate, decay * group["wd_mult"]
+            group["lr"], group["weight_decay"] = rate * (group["max_lr"] / self._peak), decay * group["wd_mult"]
 
     def drop_gradients(self) -> None:
         for chunk in self._chunks:
@@ -215,6 +227,16 @@ def _without_decay() -> dict[Any, Any]:
 
     vectors = ParamWithNamePredicate("vectors", lambda tensor, name: tensor.ndim == 1 and ".local_experts." not in name)
     return {ParamKey(with_name_predicate=vectors): {"wd_mult": 0.0}}
+
+
+def _own_rates(rates: Mapping[nn.Parameter, float]) -> dict[Any, Any]:
+    """Groups of parameters with a peak learning rate of their own."""
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    def has(rate: float) -> Any:
+        return ParamKey(predicate=ParamPredicate(f"rate {rate}", lambda parameter: rates.get(parameter) == rate))
+
+    return {has(rate): {"max_lr": rate} for rate in sorted(set(rates.values()))}
 
 
 def _fields_of(owner: type, options: MegatronConfig) -> dict[str, Any]:

@@ -28,20 +28,24 @@ from torch import Tensor, nn
 
 from roll.algorithms.quantities import Given, OutputLayer, OutputLayers, moved, prepared
 from roll.algorithms.types import LossContext, LossFn, TokenScores, add_metrics
-from roll.configs.engines.megatron import MegatronConfig
+from roll.configs.engines.megatron import CARD, MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch, worth_sharing
 from roll.distributed.strategy import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.base import RankInfo, States
+from roll.distributed.strategy.evidence import pictures_seen
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
     MegatronModel,
     build_model,
     join_parallel_state,
+    own_rates_of,
+    saved_name,
     without_transformer_engine,
 )
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam, wrap_for_data_parallelism
+from roll.distributed.strategy.megatron.pictures import Sight
 from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import VocabularyScorer, sum_over
 from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
@@ -50,7 +54,7 @@ from roll.distributed.strategy.megatron.weights import (
     WeightGatherer,
     adapter_pieces,
     module_pieces,
-    saved_name,
+    published_piece,
 )
 from roll.distributed.strategy.training.checkpoint import (
     MODEL_PREFIX,
@@ -88,6 +92,8 @@ class MegatronInfer(Scorer):
         self.info = join_parallel_state(context, self.options)
         args = context.worker.model_args
         with raise_on_all_ranks():
+            if context.pictures and (why := CARD.no_pictures(context.worker)):
+                raise ValueError(f"{context.role}: {context.worker.strategy_args.strategy_name} {why}")
             hf_config = load_config(context.model_path, args.model_config_kwargs)
             check_rope(hf_config, context.sequence_length)
         # The format in which weights leave: exports and saved models.
@@ -98,6 +104,10 @@ class MegatronInfer(Scorer):
         self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
         if context.rank == 0 and (loss := without_transformer_engine(context, self.model.converted, self._model_dtype)):
             logger.warning(loss)
+        self._sight: Sight | None = None
+        if context.pictures:
+            assert self.model.hf_model is not None
+            self._sight = Sight(context, self.model.hf_model, self.model.chunks[0])
         self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
@@ -110,7 +120,7 @@ class MegatronInfer(Scorer):
             layers = OutputLayers(
                 own=lambda: OutputLayer(weight_VH.detach().clone()),
                 of=lambda path, trusts: (
-                    load_output_layer(path, self._model_dtype, trust_remote_code=trusts)
+                    load_output_layer(path, self._model_dtype, trust_remote_code=trusts, pictures=context.pictures)
                     .rows(share.start, len(weight_VH))
                     .to(self.device)
                 ),
@@ -135,7 +145,7 @@ class MegatronInfer(Scorer):
             name,
             usual=lambda micro_batch: self.forward_all([micro_batch], usual)[0],
             usual_places=lambda micro_batch: self._places(micro_batch, usual),
-            own=lambda row: (self.forward_all([row], alone)[0], bound),
+            own=lambda row: (self.forward_all([row], alone, unmodified=True)[0], bound),
             own_places=lambda row: self._places(row, alone),
             layers=layers,
             gather=self._gather_counts,
@@ -156,11 +166,16 @@ class MegatronInfer(Scorer):
         own_T = places_T - held * parallel_state.get_tensor_model_parallel_rank()
         return torch.where((own_T >= 0) & (own_T < held), own_T, -1)
 
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        return pictures_seen(self.own_forward, None if self._sight is None else self._sight.tower, row)
+
     def forward(self, micro_batch: Batch, limits: MicroBatchLimits) -> TokenScores:
         return self.forward_all([micro_batch], limits)[0]
 
-    def forward_all(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[TokenScores]:
-        inputs = self._lay_out(micro_batches, limits)
+    def forward_all(
+        self, micro_batches: list[Batch], limits: MicroBatchLimits, *, unmodified: bool = False
+    ) -> list[TokenScores]:
+        inputs = self._lay_out(micro_batches, limits, unmodified=unmodified)
 
         def finish(one: MegatronInput, hidden: Tensor, *, non_loss_data: bool) -> TokenScores:
             return self._score(one, hidden)
@@ -192,7 +207,10 @@ class MegatronInfer(Scorer):
         def forward_step(iterator: Iterator[MegatronInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             one = next(iterator)
             with contextlib.nullcontext() if self._routing is None else self._routing.at(one):
-                hidden = chunk(one.input_ids_RS, None, None, packed_seq_params=one.packed_seq_params())
+                arguments = {"position_ids": None} if self._sight is None else self._sight.arguments(one)
+                hidden = chunk(
+                    one.input_ids_RS, attention_mask=None, packed_seq_params=one.packed_seq_params(), **arguments
+                )
             advance()
             return hidden, partial(finish, one)
 
@@ -212,7 +230,9 @@ class MegatronInfer(Scorer):
         )
         return reports
 
-    def _lay_out(self, micro_batches: list[Batch], limits: MicroBatchLimits) -> list[MegatronInput]:
+    def _lay_out(
+        self, micro_batches: list[Batch], limits: MicroBatchLimits, *, unmodified: bool = False
+    ) -> list[MegatronInput]:
         """The micro-batches on this rank: of one shape where Megatron needs that, and as many as it can schedule."""
         from megatron.core import parallel_state
 
@@ -237,7 +257,12 @@ class MegatronInfer(Scorer):
             own = [max(sizes) for sizes in zip(*(grid_shape(one, rounding) for one in micro_batches), strict=True)]
             rows, columns = self._gather_counts(own).amax(0).tolist()
             shape = int(rows), int(columns)
-        return [lay_out(one, rounding, shape).to(self.device) for one in micro_batches]
+        inputs = [lay_out(one, rounding, shape) for one in micro_batches]
+        if self._sight is not None:
+            inputs = [self._sight.lay_out(one, unmodified=unmodified) for one in inputs]
+        elif any(one.items_I is not None for one in micro_batches):
+            raise ValueError(f"pictures for {self.model.converted.model_class}, which was loaded without its tower")
+        return [one.to(self.device) for one in inputs]
 
     def _score(self, one: MegatronInput, hidden_SRH: Tensor) -> TokenScores:
         """Scores of a micro-batch from the last stage's hidden states; the same on all tensor and context ranks."""
@@ -293,7 +318,9 @@ class MegatronTrain(MegatronInfer, Trainer):
         assert self.own_forward is not None
         self.own_forward.generated = self._generated
         wrap_for_data_parallelism(self.model, self.options)
-        self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
+        args = self.context.worker.training_args
+        rates = own_rates_of(self.model, self.context) if args.learning_rate_of else {}
+        self._optimizer = MegatronAdam(self.model, self.options, args, rates)
         self._gatherer = WeightGatherer(self.model, self._optimizer)
         if self._model_dtype != torch.float32 and self.context.lora is None:
             # The optimizer's weights start from those in the files, which may be more exact than the model's.
@@ -388,9 +415,11 @@ class MegatronTrain(MegatronInfer, Trainer):
 
     def find_weights(self) -> list[WeightShard]:
         pieces, converted = self._gatherer.pieces("trunk", self._model_dtype), self.model.converted
-        if not converted.family.experts.alternating:
+        hf_model = self.model.hf_model
+        if not converted.family.experts.alternating and hf_model is None:
             return pieces
-        return module_pieces(pieces, converted.family, converted.num_experts)
+        whole = module_pieces(pieces, converted.family, converted.num_experts)
+        return whole if hf_model is None else [published_piece(one, hf_model, self.context.head) for one in whole]
 
     def find_adapter(self) -> list[WeightShard]:
         return super().find_adapter() if self.context.lora is None else adapter_pieces(self._gatherer)
@@ -402,11 +431,15 @@ class MegatronTrain(MegatronInfer, Trainer):
     def model_tensors(self) -> Tensors:
         own_head = self._gatherer.pieces("head", torch.float32)
         pieces = [*self.pieces("weights"), *self._gatherer.pieces("buffers", torch.float32)]
-        trunk = [piece.renamed(partial(saved_name, head=self.context.head)) for piece in pieces]
+        trunk = pieces
+        if self.model.hf_model is None:
+            trunk = [piece.renamed(partial(saved_name, head=self.context.head)) for piece in pieces]
         return model_tensors(trunk, own_head, self.context.head, MODEL_PREFIX.rstrip("."))
 
     def write_config(self, folder: Path) -> None:
         head, dtype, kwargs = self.context.head, self._model_dtype, self.context.worker.model_args.model_config_kwargs
+        path, pictures = self.context.model_path, self.context.pictures
+        whole = load_config(path, kwargs, asks_hub=False)
         with torch.device("meta"):
-            model = make_skeleton(head, self.context.model_path, dtype=dtype, config_kwargs=kwargs)
-            save_config(model, folder, dtype, head, published=None if kwargs else self._source.config)
+            model = make_skeleton(head, path, dtype=dtype, config_kwargs=kwargs, pictures=pictures)
+            save_config(model, folder, dtype, head, whole, published=None if kwargs else self._source.config)

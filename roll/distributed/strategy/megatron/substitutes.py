@@ -66,17 +66,25 @@ class TransformersMixer(nn.Module):
         packed_seq_params: Any = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Within each row, or one after another within each of a packed row's sequences; [S, B, H] and no bias."""
-        lengths = [len(hidden_SBH)] if packed_seq_params is None else packed_seq_params.cu_seqlens_q.diff().tolist()
-        return torch.cat([self._mix(part, rotary_pos_emb) for part in hidden_SBH.split(lengths)]), None
+        """Within each row, or one after another within each of a packed row's sequences; [S, B, H] and no bias.
 
-    def _mix(self, hidden_SBH: Tensor, angles: Tensor) -> Tensor:
+        Args:
+            rotary_pos_emb: [S, 1 or B, 1, D]: angles of each token, or fewer: of a sequence's first tokens.
+        """
+        lengths = [len(hidden_SBH)] if packed_seq_params is None else packed_seq_params.cu_seqlens_q.diff().tolist()
+        angles = [rotary_pos_emb] * len(lengths)
+        if len(rotary_pos_emb) == len(hidden_SBH):
+            angles = list(rotary_pos_emb.split(lengths))
+        pairs = zip(hidden_SBH.split(lengths), angles, strict=True)
+        return torch.cat([self._mix(*pair) for pair in pairs]), None
+
+    def _mix(self, hidden_SBH: Tensor, angles_SB1D: Tensor) -> Tensor:
         hidden_BSH = hidden_SBH.transpose(0, 1)
         if not self._attends:
             mixed: Tensor = self.module(hidden_BSH)
         else:
-            angles_1SD = angles[: len(hidden_SBH), 0, 0][None]
-            cosine, sine = (turn(angles_1SD).to(hidden_BSH.dtype) for turn in (torch.cos, torch.sin))
+            angles_BSD = angles_SB1D[: len(hidden_SBH), :, 0].transpose(0, 1)
+            cosine, sine = (turn(angles_BSD).to(hidden_BSH.dtype) for turn in (torch.cos, torch.sin))
             mixed = self.module(hidden_BSH, position_embeddings=(cosine, sine), attention_mask=None)[0]
         return mixed.transpose(0, 1)
 

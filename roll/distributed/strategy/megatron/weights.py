@@ -8,23 +8,26 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_buffers, own_parts
+from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_buffers, own_parts, saved_name
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
-from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX, adapter_tensors
+from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, adapter_tensors
 from roll.distributed.strategy.training.exchange import ShardLayout, Slice, WeightShard, raise_on_all_ranks
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.tensor_files import Reader
-from roll.models.loading import Head
+from roll.models.loading import Head, to_hf_weights
 from roll.models.lora import SCORE_NAME, is_adapter
 from roll.models.megatron.families import Family
 from roll.models.megatron.names import ParallelLayout, find_expert, fuse, is_buffer, join, shard_group, split_reader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Part: TypeAlias = Literal["trunk", "adapter", "head", "buffers"]
 OwnPart: TypeAlias = Callable[[nn.Parameter], Tensor]
@@ -193,7 +196,8 @@ class TrainedModel:
 
     def load(self, path: Path) -> None:
         with raise_on_all_ranks():
-            self._set(MASTER, self._adapter_reader(path) if self._adapts else folder_reader(self.model, path))
+            reader = self._adapter_reader if self._adapts else partial(folder_reader, self.model, self.context)
+            self._set(MASTER, reader(path))
 
     def _module_reader(self, read: Reader) -> Callable[[str], Tensor]:
         """Reads by the names of a whole model what ``read`` has by those in the module of this head."""
@@ -236,6 +240,16 @@ def module_pieces(pieces: Iterable[WeightShard], family: Family, num_experts: in
     return [_one_piece(group, family, num_experts) for group in groups.values()]
 
 
+def published_piece(piece: WeightShard, hf_model: PreTrainedModel, head: Head) -> WeightShard:
+    """The same under the names, and in the shapes, in which a folder of the model has it."""
+
+    def make(whole: Sequence[Tensor]) -> dict[str, Tensor]:
+        named = (to_hf_weights(hf_model, saved_name(name, head), x) for name, x in piece.make(whole).items())
+        return {name: tensor for each in named for name, tensor in each.items()}
+
+    return WeightShard(piece.spreads, make)
+
+
 def _one_piece(group: list[WeightShard], family: Family, num_experts: int) -> WeightShard:
     def make(whole: Sequence[Tensor]) -> dict[str, Tensor]:
         rest = iter(whole)
@@ -243,8 +257,3 @@ def _one_piece(group: list[WeightShard], family: Family, num_experts: int) -> We
         return dict(fuse((pair for tensors in made for pair in tensors.items()), family, num_experts))
 
     return WeightShard([spread for piece in group for spread in piece.spreads], make)
-
-
-def saved_name(name: str, head: Head) -> str:
-    """The name in the module: a trunk's have no prefix."""
-    return name if head == "lm" else name.removeprefix(MODEL_PREFIX)

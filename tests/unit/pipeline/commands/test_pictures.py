@@ -13,14 +13,13 @@ import numpy as np
 import openai
 import pyarrow
 import pytest
-import torch
 from PIL import Image
 from pyarrow import parquet
-from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from roll.__main__ import main
-from tests.support.picture_models import IMAGE, PROCESSOR, make_picture_model, make_tokenizer
+from tests.support.picture_models import greedy_words, make_picture_model
 from tests.unit.pipeline.commands.conftest import read
+from tests.unit.rewards.test_judge import says, serving, shown_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = ("--temperature", "0", "--max-tokens", "6", "--max-length", "128")
@@ -42,15 +41,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def oracle(model: str, words: str, *pictures: int) -> str:
-    tokenizer, loaded = make_tokenizer(), AutoModelForImageTextToText.from_pretrained(model)
-    shown = f"<|vision_start|>{IMAGE * TOKENS}<|vision_end|>" * len(pictures)
-    text = f"<|im_start|>user\n{shown}{words}<|im_end|>\n<|im_start|>assistant\n"
-    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
-    kinds = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
-    processor = Qwen2VLImageProcessorPil(**PROCESSOR, size={"shortest_edge": 784, "longest_edge": 784 * 64})
-    seen = processor([Image.fromarray(PIXELS[number]) for number in pictures], return_tensors="pt")
-    whole = loaded.generate(input_ids=ids, mm_token_type_ids=kinds, do_sample=False, max_new_tokens=6, **seen)
-    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+    return greedy_words(model, words, [PIXELS[number] for number in pictures], 6)
 
 
 def test_generate_answers_rows_with_pictures_and_score_reads_them(seeing, files, rows, tmp_path, capsys):
@@ -68,9 +59,19 @@ def test_generate_answers_rows_with_pictures_and_score_reads_them(seeing, files,
     assert base64.b64decode(lines[2]["images"][0]["bytes"]) == data[0]["bytes"]
     scored = tmp_path / "scored.jsonl"
     lines[0]["solution"] = lines[2]["solution"] = expected[0]
-    answered = rows("answered.jsonl", lines)  # whose pictures lie elsewhere
+    answered = rows("out/answered.jsonl", lines)  # whose pictures lie elsewhere
     assert main(["score", answered, "--verifier", "math", "-o", str(scored)]) == 0, capsys.readouterr().err
     assert [len(line["scores"]) for line in read(scored)] == [1, 1, 1]
+    with serving(says("Score: 9")) as server:
+        verifier = ["--verifier", "judge", f"judge_api_url={server.url}", "judge_model_name=j", "--no-truth"]
+        lost, there = ["score", answered, *verifier, "pictures=true"], ["--image-folder", str(tmp_path)]
+        assert main(lost) == 2 and "out/1.png': no such file" in capsys.readouterr().err
+        assert main([*lost, *there]) == 0
+        assert main(["score", answered, *verifier]) == 0
+    assert "(judge) reads <image> in place of the pictures of 3 prompts; pictures: true" in capsys.readouterr().err
+    seen = [[np.asarray(shown) for shown in shown_in(body)] for body in server.bodies]
+    assert sorted(map(len, seen)) == [0, 0, 0, 1, 1, 2]
+    assert all(np.array_equal(pixels, PIXELS[number]) for number, pixels in enumerate(max(seen, key=len)))
 
 
 def test_pictures_that_cannot_be_asked_are_told_before_a_model_loads(seeing, model, files, rows, tmp_path, capsys):
