@@ -473,9 +473,7 @@ FAMILIES: dict[str, Family] = {
         problems=_qwen_moe_problems,
     ),
     "qwen3": Family("Qwen3ForCausalLM", _STANDARD, _qwen3, problems=_same_biases),
-    "qwen3_vl_text": Family(
-        "Qwen3VLForConditionalGeneration", _STANDARD, _qwen3, problems=_same_biases, own_modules=True
-    ),
+    "qwen3_vl_text": Family("Qwen3VLForConditionalGeneration", _STANDARD, _qwen3, problems=_same_biases, own_modules=True),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (*_STANDARD, *_router()),

@@ -104,10 +104,7 @@ def _held_parts(model: MegatronModel) -> Iterator[tuple[nn.Parameter, set[str]]]
         for name, parameter in chunk.named_parameters():
             if not name.startswith(HEAD_PREFIX):
                 groups = source(name, model.converted, layout).hf
-                yield (
-                    parameter,
-                    {hf for group in groups for each in group for hf in module_parts(each, model.converted)},
-                )
+                yield parameter, {hf for group in groups for each in group for hf in module_parts(each, model.converted)}
 
 
 def with_gradient(module: nn.Module, args: object, embedded: Tensor) -> Tensor:

@@ -120,7 +120,9 @@ class MegatronInfer(Scorer):
             layers = OutputLayers(
                 own=lambda: OutputLayer(weight_VH.detach().clone()),
                 of=lambda path, trusts: (
-                    load_output_layer(path, self._model_dtype, trust_remote_code=trusts, pictures=context.pictures)
+                    load_output_layer(
+                        path, self._model_dtype, trust_remote_code=trusts, pictures=context.pictures
+                    )
                     .rows(share.start, len(weight_VH))
                     .to(self.device)
                 ),
