@@ -271,8 +271,8 @@ class PackedSequences:
     """Tokens of each, in the row's order."""
     both_ways_N: Tensor | None = None
     """bool: consecutive tokens that see each other, as those of a picture in some models; ``None``: there are none."""
-    masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """By sequence or its length, and width, made once per micro-batch."""
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    """By length, or by sequence where some see both ways, and width of the window; made once per micro-batch."""
 
     borders: dict[torch.device, Tensor] = field(default_factory=dict)
     """``starts`` by device, made once per micro-batch."""
@@ -295,26 +295,19 @@ class PackedSequences:
             width: of a sliding window.
         """
         length = self.lengths[index]
-        blocks_L = self._blocks(index)
-        if (width is None or length <= width) and blocks_L is None:
+        if self.both_ways_N is None and (width is None or length <= width):
             return None
-        key = (-1 if width is None else width, *((length,) if blocks_L is None else (length, index)))
+        key = (length if self.both_ways_N is None else index, width)
         if key not in self.masks:
             place_L = torch.arange(length, device=device)
             distance = place_L[:, None] - place_L
             seen = distance >= 0
-            if blocks_L is not None:
-                seen |= (blocks_L[:, None] == blocks_L).to(device) & (blocks_L >= 0).to(device)
+            if self.both_ways_N is not None:
+                within_L = self.both_ways_N.split(self.lengths)[index].to(device)
+                block_L = (within_L & ~torch.cat([within_L.new_zeros(1), within_L[:-1]])).cumsum(0)
+                seen |= (block_L[:, None] == block_L) & within_L[:, None] & within_L
             self.masks[key] = (seen if width is None else seen & (distance < width))[None, None]
         return self.masks[key]
-
-    def _blocks(self, index: int) -> Tensor | None:
-        """int64 [length]: which of a sequence's runs of ``both_ways_N`` a token is in, -1: in none."""
-        if self.both_ways_N is None:
-            return None
-        within_L = self.both_ways_N.split(self.lengths)[index]
-        first_L = within_L & ~torch.cat([within_L.new_zeros(1), within_L[:-1]])
-        return torch.where(within_L, first_L.cumsum(0), -1) if bool(within_L.any()) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,6 +110,7 @@ class Pictures:
         self._loaded: Any = None
         self._lock = threading.Lock()
         self._contents = weakref.WeakKeyDictionary[Item, IntArray]()
+        self._known_text = functools.lru_cache(_CACHED)(self._written)
         self._known_ids = functools.lru_cache(_CACHED)(self._ids_of_size)
         self._blanks = functools.lru_cache(_CACHED)(_blank)
 
@@ -152,7 +153,7 @@ class Pictures:
 
     def spaced(self, text: str) -> str:
         """What a chat template writes with the white space that the processor puts around its marks."""
-        before, _, after = self._written(*self.smallest)
+        before, _, after = self._known_text(*self.smallest)
         return text.replace(self.mark, f"{before}{self.mark}{after}") if before or after else text
 
     def item(self, source: Any, place: str = "", reach: Reach | None = None) -> Item:
@@ -220,7 +221,7 @@ class Pictures:
         return {name: np.asarray(found[name]) for name in self._form.names}
 
     def _ids_of_size(self, height: int, width: int) -> tuple[int, ...]:
-        _, inside, _ = self._written(height, width)
+        _, inside, _ = self._known_text(height, width)
         return tuple(self._processor.tokenizer.encode(inside, add_special_tokens=False))
 
     def _written(self, height: int, width: int) -> tuple[str, str, str]:
@@ -305,7 +306,13 @@ class Pictures:
         except ValueError as error:
             raise PictureError(f"{where}: {error} (image_min_pixels, image_max_pixels)") from error
         tokenizer, wanted = processor.tokenizer, config.get("image_token_id", config.get("image_token_index"))
-        written = processor.replace_image_token(form.described(*form.smallest), 0)
+        try:
+            written = processor.replace_image_token(form.described(*form.smallest), 0)
+        except TypeError as error:  # an entry is missing
+            raise PictureError(
+                f"{where}: its processor cannot write a picture ({error}), expected its entries in "
+                "processor_config.json"
+            ) from error
         if wanted not in (ids := tokenizer.encode(written, add_special_tokens=False)):
             raise PictureError(
                 f"{where}: for a picture its processor writes {written!r}, {ids}; expected {wanted} in it"
@@ -330,13 +337,10 @@ def _without_videos(kind: str, chosen: Any, tokenizer: PreTrainedTokenizerBase, 
     is_pixtral = name == "PixtralProcessor"
     of_family: Any = PixtralWriter if is_pixtral else processing_auto.processor_class_from_name(name)
     still = type(name, (of_family,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
-    taken = inspect.signature(of_family.__init__).parameters.keys() - {
-        "image_processor",
-        "tokenizer",
-        "video_processor",
-    }
+    parts: dict[str, Any] = {"image_processor": chosen, "tokenizer": tokenizer}
     stated = _entries(folder / "processor_config.json")
-    return still(image_processor=chosen, tokenizer=tokenizer, **{key: stated[key] for key in taken & stated.keys()})
+    taken = inspect.signature(of_family.__init__).parameters.keys() & stated.keys() - {*parts, "video_processor"}
+    return still(**parts, **{key: stated[key] for key in taken})
 
 
 def unresized(source: Any) -> Item:

@@ -8,7 +8,6 @@ positions that predict a loss token, in chunks whose logits are computed again i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -133,7 +132,7 @@ class TokenScorer(nn.Module):
             attention = None  # the positions tell the model
         if isinstance(attention, PackedSequences) and self.tower is not None and self.tower.both_ways:
             assert pictures is not None
-            attention = replace(attention, both_ways_N=pictures.cells_RC[0])
+            attention = PackedSequences(attention.lengths, pictures.cells_RC[0])
         if self.routing is not None:
             self.routing.replay(experts_NE)
         device = input_ids_RC.device

@@ -70,6 +70,19 @@ def test_ids_and_numbers_are_those_of_the_models_processor(tmp_path, family):
     assert all((pictures.content(item) < 0).all() for item in items)
 
 
+def test_a_processor_that_does_not_know_its_patches_is_refused(tmp_path):
+    path = make_processor(tmp_path, "llava")
+    (path / "processor_config.json").unlink()
+    with pytest.raises(PictureError, match=r"cannot write a picture .* expected its entries in processor_config.json"):
+        Pictures(path).item(noise(56, 56))
+    with pytest.raises(
+        PictureError, match=r"its pictures have 56 x 56 pixels each; expected no other bounds \(image_min_"
+    ):
+        Pictures(make_processor(tmp_path / "bounded", "llava"), max_pixels=500).item(noise(56, 56))
+    with pytest.raises(PictureError, match="Gemma3ImageProcessor with do_pan_and_scan, which cuts a picture"):
+        Pictures(make_processor(tmp_path / "cut", "gemma3", do_pan_and_scan=True)).item(noise(56, 56))
+
+
 def processor_of(path, family):
     """Transformers' own, without its part for videos."""
     name = PROCESSOR_MAPPING_NAMES[family]
