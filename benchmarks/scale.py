@@ -192,16 +192,18 @@ class Handle:
         self._meter.sent += own.num_bytes
         if method != "finished_groups":
             return Ref(self._loop.start(self._call(method, own)))
-        block = self._store.reserve()
-        return Ref(self._loop.start(self._call(method, own, block))), block
+        blocks = [self._store.reserve() for _ in range(2)]
+        return Ref(self._loop.start(self._call(method, own, blocks))), *blocks
 
-    async def _call(self, method: str, own: Packed, block: Key | None = None) -> Packed:
+    async def _call(self, method: str, own: Packed, blocks: Sequence[Key] = ()) -> Packed:
         given: list[Any] = own.value()
         given = [ray.get([arg])[0] if isinstance(arg, Key) else arg for arg in given]  # type: ignore[arg-type]
         result = getattr(self._worker, method)(*given)
         result = await result if asyncio.iscoroutine(result) else result
-        if block is not None:
-            result, self._store.held[block.number] = result[0], Packed.of(result[1])
+        if blocks:
+            result, *arrays = result
+            for block, each in zip(blocks, arrays, strict=True):
+                self._store.held[block.number] = Packed.of(each)
         return Packed.of(result)
 
 

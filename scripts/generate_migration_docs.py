@@ -91,12 +91,14 @@ by hand; 8 differed without a report at first, and these cases are fixed.
 | verl with pictures up to 0.7 | 12 | 8 (67 %) | 6 |
 | verl since 0.8: four with pictures, one with words for Qwen3.5 | 5 | 3 (60 %) | 3 |
 | both, with engines that take pictures | 17 | 17 (100 %) | 14 |
+| five more of ROLL for vision models, eleven with six of verl; with engines that take pictures | 11 | 9 (82 %) | 8 |
 
 At the first try, before their problems were fixed, 15 of the first 17 files of ROLL validated, 9 of 12 of verl up to
 0.7 and 13 of 18 since.
 
-The files with pictures were measured on 27 November 2026. Megatron and SGLang have not been compared on pictures here,
-and 15 of the 31 files name one of them. The engine is changed with the system's own keys, for verl
+The files with pictures were measured on 27 November 2026, when neither Megatron nor SGLang took pictures here; 15 of
+the 31 files name one of them. Megatron does now, and its files have not been measured again. The engine is changed with
+the system's own keys, for verl
 `actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2` (and `model_engine=dp` if the script gives
 `model_engine`) or `actor_rollout_ref.rollout.name=vllm`, for ROLL
 `actor_train.strategy_args.strategy_name=fsdp2_train actor_train.strategy_args.strategy_config=null`, and likewise
@@ -108,13 +110,20 @@ has one. A script compared 569 values (samples per prompt and optimizer step, le
 intervals, files, tags, bounds, rewards) with the sources: one differs, the step of `qwen3-vl-8B-geo3k` with
 `fsdp2_train`, whose `gradient_accumulation_steps` was left as it is.
 
+The eleven more were read later the same day, from versions that nobody had looked at: 8 were valid at the first try, 5
+of them whole, and one with a wrong meaning: ROLL's script for on-policy distillation switches `is_pure_opd` on, which
+its files do not say, so the teachers were dropped. With the engines that they name, 6 are valid. The two files that
+verl's scripts for GEO3K with a tool name were beside them.
+
 What remains, and why:
 
 | file | what | why |
 |---|---|---|
 | ROLL `agentic … atropos`, a fork's WebShop | not valid | these environments exist only in those repositories |
-| ROLL with pictures under Megatron or SGLang: 9 of 14 | not valid | not compared on pictures here: see above |
-| ROLL, a fork's `geo3k_multi_turn` | not valid | an environment of that fork |
+| ROLL with pictures under Megatron or SGLang: 9 of 14 | not valid | took no pictures then: see above |
+| ROLL, a fork's `geo3k_multi_turn`, ROLL's `deepeyes` | not valid | these environments are only there |
+| verl `deepeyes_gateway` | not valid | the configuration that it names was not there |
+| verl `qwen2_5_vl-3b-visualwebinstruct` | not whole | a reward model that writes, of its branch |
 | verl with pictures under Megatron or SGLang: 5 of 17 | not valid | likewise |
 | verl `qwen2_5_vl-7b-trtllm` | not valid | no TensorRT-LLM here |
 | verl `glm41v_9b` | not whole | its family is not trained on pictures here |
@@ -135,7 +144,8 @@ What remains, and why:
 Stored versions: ROLL `ed961163`, `0720e284`, `948c7b8d`, `4df34f17`, `45d3a306`, `9c2ae46d`, `5edcd1b0`, `1537854b`,
 `f9b51931`, `044104da`, its forks `pranay-fleet/roll-fleet` `72347eda`, `lostgreen/ROLL_3D` `d257ba61`,
 `jingyushen` `581046ab`, `taoluo` `6ebd67bf`, `kelly159951` `7b97eef8` and `291b4cf7`, `xiyang-aads-lilly`
-`59950735`, `breaddaerb` `cec5234a`; verl up to 0.7 `03aefba4`, `03150d4f`, `541ec96d`, `144f58a5`, `0061a224`,
+`59950735`, `breaddaerb` `cec5234a` (the eleven: `d257ba61`, `581046ab`, `2e13aefe`, `712d9462`, `6ca65703`, `e4d2344f`,
+`c19ca12b`, `fdbd3b64`); verl up to 0.7 `03aefba4`, `03150d4f`, `541ec96d`, `144f58a5`, `0061a224`,
 `3a7b795e`, `83e82cdd`, `70a1859b`, `12095cde`, `a8a32e92`, `04977608`,
 `87f508ea`, `0315b053`, `6e40f764`, `04ddc278`, `6e7fdc2e`, `b30a4922`, `3f388066`, `4f9c926d`, `33b50e7a`, `3beb6ec5`;
 since 0.8 `08aef7ff`, `4eed7063`, `2741f279`, `7804ce3a`,

@@ -16,12 +16,14 @@ _EXPERTS = ("router_replay",)
 _TRAINING = (
     "use_dynamic_batching_in_train",
     "max_tokens_per_microbatch_in_train",
+    "max_pixels_per_microbatch_in_train",
     "sequence_length_round_in_train",
 )
 _SCORING = (
     "infer_batch_size",
     "use_dynamic_batching_in_infer",
     "max_tokens_per_microbatch_in_infer",
+    "max_pixels_per_microbatch_in_infer",
     "sequence_length_round_in_infer",
     "use_sequence_packing",
 )

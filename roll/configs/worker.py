@@ -522,6 +522,12 @@ class WorkerConfig(Config):
     max_tokens_per_microbatch_in_train: int = Field(
         default=0, ge=0, description="Token budget of a training micro-batch; needed with dynamic batching."
     )
+    max_pixels_per_microbatch_in_train: int | None = Field(
+        default=None,
+        ge=1,
+        description="Pixels of the different pictures of a training micro-batch, once they are resized; a row that has "
+        "more gets a micro-batch of its own. null: no bound.",
+    )
     sequence_length_round_in_train: int = Field(
         default=1, ge=1, description="Padded lengths of training micro-batches are rounded up to a multiple of this."
     )
@@ -530,6 +536,9 @@ class WorkerConfig(Config):
     )
     max_tokens_per_microbatch_in_infer: int = Field(
         default=0, ge=0, description="Token budget of a micro-batch for log-probs; needed with dynamic batching."
+    )
+    max_pixels_per_microbatch_in_infer: int | None = Field(
+        default=None, ge=1, description="The same of a micro-batch for log-probs."
     )
     sequence_length_round_in_infer: int = Field(
         default=1,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from roll.data.columns import UNKNOWN, Column, Compact, Item, columns_of, compact, expand, is_per_token, suffix
-from roll.data.stored import Places, Stored, may_be_stored, read
+from roll.data.stored import Places, Stored, hold, may_be_stored, read
 
 Columns = TypeVar("Columns")
 
@@ -189,7 +189,8 @@ class Batch:
         return Batch(**{**vars(self), **columns})
 
     def fetched(self) -> Batch:
-        """The batch with all columns in place."""
+        """The batch with all columns and pictures in place."""
+        hold(item for row in self.items_I or () for item in row)
         stored = {name: value for name, value in vars(self).items() if isinstance(value, Stored)}
         return self.replace(**dict(zip(stored, read([*stored.values()]), strict=True)))
 

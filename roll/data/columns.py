@@ -115,10 +115,18 @@ def is_per_token(name: str) -> bool:
 class Item:
     """A piece of content that rows refer to; it is moved and kept once, by its hash.
 
-    A picture's ``data`` are its pixels as the model's processor has resized them: RGB, shape [height, width, 3].
+    A picture's ``data`` are its pixels as the model's processor has resized them: RGB, shape [height, width, 3]. They
+    may lie in an object store (``roll.data.stored``).
     """
 
     data: UInt8Array
+
+    @classmethod
+    def known(cls, data: Any, content_hash: str) -> Item:
+        """One whose hash is known, so that the data need not be read for it."""
+        item = cls(data)
+        vars(item)["hash"] = content_hash
+        return item
 
     @functools.cached_property
     def hash(self) -> str:

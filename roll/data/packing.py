@@ -18,6 +18,7 @@ shared row, G distinct prompts, and of one block of attention Q queries and J ke
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch, placeholder
-from roll.data.columns import UNKNOWN
+from roll.data.columns import UNKNOWN, Item
 from roll.data.identity import common_beginning, identity, vocabulary_ids
 
 WORTH_SHARING = 0.9
@@ -398,6 +399,38 @@ def make_packs(lengths_B: Tensor, *, max_sequences: int | None = None, max_token
             packs.append([row])
             loads.append(lengths[row])
     return [torch.tensor(members, dtype=torch.int64) for members in packs]
+
+
+def rows_by_pictures(batch: Batch, max_pixels: int) -> list[Tensor]:
+    """Parts of a batch whose pictures, each once, have at most ``max_pixels`` pixels; samples are never cut.
+
+    Rows with the same pictures stay together. A sample that has more pixels by itself begins a part of its own.
+
+    Returns:
+        Row indices per part.
+    """
+    assert batch.items_I is not None
+    samples: dict[frozenset[Item], list[int]] = {}
+    for rows in batch.samples.tolist():
+        samples.setdefault(frozenset(item for row in rows for item in batch.items_I[row]), []).extend(rows)
+    sizes = {item: math.prod(item.data.shape[:2]) for items in samples for item in items}
+
+    def pixels(items: Iterable[Item]) -> int:
+        return sum(map(sizes.__getitem__, items))
+
+    parts: list[tuple[set[Item], list[int]]] = []
+    for items in sorted(samples, key=pixels, reverse=True):
+        fitting = (part for part in parts if items <= part[0] or pixels(part[0] | items) <= max_pixels)
+        if (part := next(fitting, None)) is None:
+            parts.append(part := (set(), []))
+        part[0].update(items)
+        part[1].extend(samples[items])
+    if parts and (most := pixels(parts[0][0])) > max_pixels:
+        logger.warning(
+            "a sample has pictures of %d pixels, above the %d of a micro-batch, and gets a separate one",
+            *(most, max_pixels),
+        )
+    return [torch.tensor(members, dtype=torch.int64) for _, members in parts]
 
 
 def padding_waste(lengths_B: Tensor, groups: Sequence[Tensor], round_to: int = 1) -> float:

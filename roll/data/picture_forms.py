@@ -52,7 +52,7 @@ def _name(chosen: Any) -> str:
 class PatchForm:
     """A picture has whole tokens, and as many pixels as bounds allow; all patches of pictures are one row."""
 
-    names = ("pixel_values", "image_grid_thw")
+    names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
 
     def __init__(self, chosen: Any) -> None:
         self._chosen = chosen
@@ -129,7 +129,7 @@ class PatchForm:
 class WholeForm:
     """All pictures have one size."""
 
-    names = ("pixel_values",)
+    names: tuple[str, ...] = ("pixel_values",)
 
     def __init__(self, chosen: Any) -> None:
         self._chosen = chosen

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Weight versions of a completion's tokens, in order: (version, how many tokens it sampled)."""
 JudgeQuestion: TypeAlias = "str | Sequence[Mapping[str, Any]]"
-"""Question to a judge: a user's message, or a conversation that it answers."""
+"""Question to a judge: a user's message, or a conversation that it answers, with pictures in parts if it sees."""
 
 
 class FinishReason(enum.StrEnum):

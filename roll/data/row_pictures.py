@@ -216,6 +216,4 @@ class ItemSpool:
         self._file.flush()
         data = np.frombuffer(self._map, np.uint8, size, self._end).reshape(item.data.shape)
         self._end += size
-        kept = Item(data)
-        vars(kept)["hash"] = item.hash  # it need not be read for that
-        return kept
+        return Item.known(data, item.hash)

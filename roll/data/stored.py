@@ -1,25 +1,28 @@
-"""Columns over tokens, and parts of records, that lie in blocks of an object store; whoever reads one fetches it.
+"""Columns, parts of records, and items that lie in blocks of an object store; whoever reads one fetches it.
 
 The rows of a large step are too many bytes for one process. Whoever makes a column leaves it in a block near by, and
 what passes through the driver says where each row lies, with the sum of its entries: ``Stored``, of all rows of a
 batch, and ``Piece``, of one turn. A class whose fields ``may_be_stored`` holds them like any other value: they are
-fetched when they are read for the first time, and then kept.
+fetched when they are read for the first time, and then kept. The data of a large item travel so wherever it goes, once
+whoever prepared it has ``leave``d them.
 
 Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from roll.data.columns import Compact, IntArray, compact, expand
+from roll.data.columns import Compact, IntArray, Item, compact, expand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,16 +57,18 @@ TEXTS = "texts"
 
 @dataclass(eq=False)
 class Piece:
-    """A part of an array in a block, or one of its texts: a field of a record."""
+    """A part of an array in a block, or one of its texts: a field of a record, or the data of an item."""
 
     block: Block
     name: str
-    start: int
-    end: int
+    start: int = 0
+    end: int | None = None
+    """``None``: all of the array, as it lies there."""
     figures: Any = None
     """What whoever left it there has computed, for those who then need not read it."""
 
     def __len__(self) -> int:
+        assert self.end is not None, "of arrays that are one piece nobody asks"
         return self.end - self.start
 
     @cached_property
@@ -72,15 +77,26 @@ class Piece:
         return self.cut(expand(self.block.fetch([self.block])[0][self.name]))
 
     def cut(self, array: np.ndarray) -> Any:
-        """The same, out of the whole array; a copy, which does not keep the others."""
+        """The same, out of the whole array; of a part a copy, which does not keep the others."""
+        if self.end is None:
+            return array
         part = array[self.start : self.end]
         return part.tobytes().decode("utf-8", "surrogatepass") if self.name == TEXTS else part.copy()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without what was fetched."""
+        return Piece, tuple(getattr(self, entry.name) for entry in fields(self))
+
+
+def unread(records: Iterable[Any]) -> list[Piece]:
+    """The pieces of records that have not been fetched."""
+    pieces = (value for record in records for value in vars(record).values() if isinstance(value, Piece))
+    return [piece for piece in pieces if "value" not in vars(piece)]
+
 
 def hold(records: Iterable[Any]) -> None:
-    """Fetches all pieces of records at once that have not been read."""
-    pieces = [value for record in records for value in vars(record).values() if isinstance(value, Piece)]
-    missing = [piece for piece in pieces if "value" not in vars(piece)]
+    """Fetches all of them at once."""
+    missing = unread(records)
     blocks = [*dict.fromkeys(piece.block for piece in missing)]
     found = dict(zip(blocks, blocks[0].fetch(blocks), strict=True)) if blocks else {}
     whole: dict[tuple[Block, str], np.ndarray] = {}
@@ -243,3 +259,31 @@ def may_be_stored(*names: str) -> Callable[[Kind], Kind]:
         return kind
 
     return decorate
+
+
+may_be_stored("data")(Item)
+
+_LARGE = 100_000
+"""Bytes of an item that is worth a block of its own; Ray sends smaller objects along with a call."""
+_left = WeakValueDictionary[str, Piece]()
+"""What has been left by this process, by hash."""
+_leaving = threading.Lock()
+
+
+def heavy(items: Iterable[Item]) -> list[Item]:
+    """Those that are large and travel with all of their data."""
+    return [item for item in items if isinstance(data := vars(item)["data"], np.ndarray) and data.nbytes >= _LARGE]
+
+
+def leave(items: Iterable[Item], put: Callable[[Arrays], Block]) -> None:
+    """Moves the data of large items into blocks, of equal items into one; they are read there from now on.
+
+    May be called in several threads.
+    """
+    with _leaving:
+        for item in heavy(items):
+            piece = _left.get(item.hash)
+            if piece is None:
+                piece = _left[item.hash] = Piece(put({item.hash: item.data}), item.hash)
+            vars(item)["data"] = piece
+            hold([item])

@@ -29,6 +29,7 @@ from roll.data.packing import (
     packed_row,
     rectangle,
     row_with_shared_prompts,
+    rows_by_pictures,
     take_micro_batch,
     worth_sharing,
 )
@@ -372,14 +373,21 @@ def split_batch(
     *,
     max_sequences: int | None,
     max_tokens: int | None,
+    max_pixels: int | None = None,
     round_to: int = 1,
     packing: bool = False,
     sharing: bool = False,
 ) -> list[Tensor]:
     """Row indices per micro-batch, as shared rows where that saves enough, as rectangles or as packed rows.
 
-    ``max_sequences`` counts samples: pairs, where there are any, and these are never cut.
+    ``max_sequences`` counts samples: pairs, where there are any, and these are never cut. ``max_pixels`` counts each
+    picture of a micro-batch once.
     """
+    if max_pixels is not None and batch.items_I is not None:
+        limits: dict[str, Any] = {"max_sequences": max_sequences, "max_tokens": max_tokens, "round_to": round_to}
+        parts = rows_by_pictures(batch, max_pixels)
+        each = (split_batch(batch.select(rows), **limits, packing=packing, sharing=sharing) for rows in parts)
+        return [rows[group] for rows, groups in zip(parts, each, strict=True) for group in groups]
     if sharing and worth_sharing(batch):
         return make_shared_batches(batch, max_sequences=max_sequences, max_tokens=max_tokens)
     samples = batch.samples
@@ -406,6 +414,7 @@ def score_batch(
     *,
     max_sequences: int | None = None,
     max_tokens: int | None = None,
+    max_pixels: int | None = None,
     round_to: int = 1,
     packing: bool = False,
     check: OwnForward | None = None,
@@ -418,7 +427,8 @@ def score_batch(
     Returns:
         Flat [T] scores in the batch's own order, 0 where the loss mask is 0.
     """
-    groups = split_batch(batch, max_sequences=max_sequences, max_tokens=max_tokens, round_to=round_to, packing=packing)
+    limits: dict[str, Any] = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_pixels": max_pixels}
+    groups = split_batch(batch, **limits, round_to=round_to, packing=packing)
     if check is not None:
         for name, micro_batch in check.to_compare(batch, groups, packing=packing, sharing=False).items():
             check.compare(micro_batch, name)

@@ -19,7 +19,7 @@ from torch import Tensor
 from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
 from roll.data.batch import Batch
-from roll.data.stored import joined, store
+from roll.data.stored import joined, leave, store
 from roll.distributed.cluster.cluster import Cluster, RayBlock
 from roll.distributed.cluster.errors import ClusterError
 from roll.distributed.cluster.resources import NodeKind
@@ -215,8 +215,9 @@ class ModelCluster:
     def store(self, batch: Batch) -> Batch:
         """The batch, what rollouts say of each token in blocks: all roles read it there. Most of it already lies there.
 
-        What does not, as after a resume, is put into blocks here, one for each rank.
+        What does not, as after a resume, is put into blocks here, one for each rank and one for each picture.
         """
+        leave((item for row in batch.items_I or () for item in row), RayBlock.put)
         columns = {name: each for name in _OF_ROLLOUTS if isinstance(each := vars(batch)[name], Tensor)}
         if not columns:
             return batch

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
+from roll.data.stored import hold, unread
 from roll.distributed.cluster.cluster import Worker
 from roll.distributed.strategy import make_strategy, strategy_class
 from roll.rollout.router import GenerationError, Outcomes
@@ -316,6 +317,8 @@ class InferWorker(Worker):
     async def _run(self, client_id: str, request: GenerateRequest) -> None:
         with self.clock.work():
             try:
+                if unread(request.items):
+                    await asyncio.to_thread(hold, request.items)
                 completion = await self.strategy.generate(request)
                 self._completions[client_id].append(completion)  # not before: a poll may have taken the list
             except Exception as error:  # belongs to the request's caller, who raises it

@@ -564,14 +564,26 @@ def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if path.is_file() and not json.loads(path.read_text(encoding="utf-8")).get("vision_config"):
             yield ConfigProblem(key, True, f"false: the judge {model} takes no pictures")
     for key in config.showing if isinstance(config, RLConfig) else ():
-        why = pictures_refused(config)
-        path = model_folder(config.pretrain) / "config.json"
-        is_blind = config.pretrain in (SMOLLM2, TINY)
-        if path.is_file() and not is_blind:
-            is_blind = not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
-        if why or is_blind:
-            expected = f"false: {why or f'the model {config.pretrain} takes no pictures'}"
-            yield ConfigProblem(key, True, expected, involves=("pretrain",))
+        if why := _blindness(config):
+            yield ConfigProblem(key, True, f"false: {why}", involves=("pretrain",))
+
+
+def check_pixels(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Pixels are bounded where there may be pictures."""
+    for role, worker in sections(config):
+        for phase in ("train", "infer"):
+            most = getattr(worker, key := f"max_pixels_per_microbatch_in_{phase}")
+            if most is not None and (why := _blindness(config)):
+                yield ConfigProblem(f"{role}.{key}", most, f"null: {why}", involves=("pretrain",))
+
+
+def _blindness(config: PipelineConfig) -> str:
+    """Why the policy is shown no pictures, in words; empty: it is, or its model is not here."""
+    path = model_folder(config.pretrain) / "config.json"
+    is_blind = config.pretrain in (SMOLLM2, TINY)
+    if path.is_file() and not is_blind:
+        is_blind = not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
+    return pictures_refused(config) or (f"the model {config.pretrain} takes no pictures" if is_blind else "")
 
 
 def _shown_judges(config: PipelineConfig) -> Iterator[tuple[str, str]]:
@@ -670,6 +682,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_adapter_start,
     check_frozen_parts,
     check_shown_pictures,
+    check_pixels,
     check_teacher,
 )
 

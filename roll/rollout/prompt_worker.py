@@ -22,11 +22,13 @@ from roll.data.columns import IntArray
 from roll.data.pictures import PictureError, Pictures
 from roll.data.prompts import Prompt, PromptSampler
 from roll.data.questions import CONVERSATION
-from roll.data.renderer import ChatRenderer, Message
+from roll.data.renderer import ChatRenderer, Message, items_of
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.data.row_pictures import read_sources, sources_in, with_items
+from roll.data.stored import leave
 from roll.data.templates import ChatTemplate
 from roll.data.tool_messages import in_words, text_of
+from roll.distributed.cluster.cluster import RayBlock
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import TOOL_TURNS, EnvManager, EpisodeSpec, LengthLimits
@@ -382,9 +384,11 @@ class PromptWorker(RolloutWorker):
 
     def _shown(self, prompt: Prompt) -> Prompt:
         try:
-            return replace(prompt, messages=with_items(prompt.messages, self._pictures))
+            messages = with_items(prompt.messages, self._pictures)
         except PictureError as error:
             raise PictureError(f"prompt {prompt.id}: {error}") from error
+        leave(items_of(messages), RayBlock.put)
+        return replace(prompt, messages=messages)
 
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         assert isinstance(spec, PromptSpec)

@@ -11,6 +11,8 @@ from typing import Any
 
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateFn, GenerateRequest
+from roll.data.stored import heavy, leave
+from roll.distributed.cluster.cluster import RayBlock
 
 
 class EngineUnavailableError(RuntimeError):
@@ -47,7 +49,8 @@ class GenerationClient:
     """``generate(request)`` for many concurrent episodes, over few remote calls.
 
     Requests made in the same tick of the event loop travel in one call; finished completions come back through one
-    long poll per engine worker. A request goes to the worker with the fewest requests in flight, of this client.
+    long poll per engine worker. A request goes to the worker with the fewest requests in flight, of this client. Large
+    pictures are left in the object store.
 
     Args:
         engines: in rank order, ``None`` for one that is lost.
@@ -97,11 +100,13 @@ class GenerationClient:
         wire_id = f"{self.client_id}/{next(self._numbers)}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[engine][wire_id] = future
-        self._outbox[engine][wire_id] = request
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush)
         try:
+            if pictures := heavy(request.items):
+                await asyncio.to_thread(leave, pictures, RayBlock.put)
+            self._outbox[engine][wire_id] = request
+            if not self._flush_scheduled:
+                self._flush_scheduled = True
+                asyncio.get_running_loop().call_soon(self._flush)
             return replace(await future, request_id=request.request_id, engine=engine)
         except asyncio.CancelledError:
             self._engines[engine].abort.remote(wire_id, self._submitted[engine])

@@ -378,9 +378,9 @@ class RolloutScheduler:
     def _discard_lost(self, admission: Admission) -> None:
         """Has groups played again that wait and were lost with a node."""
         waiting = [*self.groups.values(), *self.rejected]
-        blocks = {group.group_id: group.block for group in waiting}
-        gone = on_lost_nodes({block for block in blocks.values() if isinstance(block, RayBlock)})
-        lost = {group_id for group_id, block in blocks.items() if block in gone}
+        blocks = {group.group_id: group.blocks for group in waiting}
+        gone = on_lost_nodes({block for own in blocks.values() for block in own if isinstance(block, RayBlock)})
+        lost = {group_id for group_id, own in blocks.items() if own & gone}
         if lost:
             logger.warning("groups %s were lost with their node; they are sampled again", sorted(lost))
             self.groups = {group_id: group for group_id, group in self.groups.items() if group_id not in lost}

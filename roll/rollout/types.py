@@ -8,7 +8,7 @@ turns make a ``Trajectory``; the eight trajectories that started from the same b
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -144,14 +144,20 @@ class RolloutGroup:
         return self.trajectories if self.baseline is None else (*self.trajectories, self.baseline)
 
     @property
-    def block(self) -> Block | None:
-        """Where tokens and texts of all of its turns lie; ``None``: here."""
-        last = vars(self.episodes[0])["final_observation"] if self.episodes else ""
-        return last.block if isinstance(last, Piece) else None
+    def blocks(self) -> set[Block]:
+        """Where tokens, texts and pictures of its turns lie, if not here."""
+        parts = [vars(episode)["final_observation"] for episode in self.episodes]
+        parts += [vars(item)["data"] for item in self.items]
+        return {part.block for part in parts if isinstance(part, Piece)}
+
+    @property
+    def items(self) -> Iterator[Item]:
+        """The pictures of all turns."""
+        return (item for episode in self.episodes for turn in episode.turns for item in turn.items)
 
 
 def hold_episodes(episodes: Iterable[Trajectory]) -> None:
-    """Fetches all that lies elsewhere of some episodes at once."""
+    """Fetches all that lies elsewhere of some episodes at once, but for pictures."""
     records: list[Trajectory | Turn | Completion] = []
     for episode in episodes:
         records += (episode, *episode.turns, *(turn.completion for turn in episode.turns))
@@ -203,7 +209,9 @@ class Collected:
 
     def save(self, folder: Path) -> None:
         """Writes the groups into ``folder``, which is made: ``rollouts.safetensors`` and ``rollouts.json``."""
-        hold_episodes(episode for group in (*self.groups, *self.rejected) for episode in group.episodes)
+        groups = [*self.groups, *self.rejected]
+        hold_episodes(episode for group in groups for episode in group.episodes)
+        hold(item for group in groups for item in group.items)
         columns.save(folder, "rollouts", self)
 
     @classmethod

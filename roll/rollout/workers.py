@@ -2,7 +2,7 @@
 
 A worker runs many groups at once in one event loop; subclasses say what an episode is. A remote call costs each end
 some tenths of a millisecond, as much as many a group, so groups are started and fetched many at a time, as arrays.
-Tokens, their log-probs and texts stay in the object store until somebody reads them (``roll.data.stored``). A
+Tokens, their log-probs, texts and pictures stay in the object store until somebody reads them (``roll.data.stored``). A
 conversation is there once: the prompts of its earlier turns are its beginnings, and what a column says of each of its
 tokens is what its earliest turn says.
 """
@@ -17,11 +17,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 import ray
@@ -30,11 +31,13 @@ from roll.data.columns import (
     Axis,
     Compact,
     IntArray,
+    Item,
     Records,
     columns_along,
     columns_of,
     compact,
     continued,
+    distinct,
     expand,
     join,
 )
@@ -56,7 +59,7 @@ _PER_TOKEN = columns_along(Completion, Axis.TOKEN)
 
 @dataclass(frozen=True)
 class FlatGroups:
-    """Groups on their way to the driver: what it reads of all of them, and a block of the rest."""
+    """Groups on their way to the driver: what it reads of all of them, and two blocks of the rest."""
 
     groups: Records[RolloutGroup]
     """Without their episodes."""
@@ -67,6 +70,8 @@ class FlatGroups:
     num_turns: list[int]
     turns: Records[Turn]
     """Without texts, what the model was given, and what it answered."""
+    shown: list[tuple[str, ...]]
+    """Hashes of each turn's pictures."""
     completions: Records[Completion]
     """Of each turn, without tokens and what is told of each, but for the versions."""
     places: list[tuple[int, int, int]]
@@ -79,10 +84,12 @@ class FlatGroups:
     """Columns along tokens, by name, and which rows of them each turn adds to its row."""
     block: Block
     """Of columns along prompts and answers, and texts."""
+    pictures: Block
+    """Of the pictures, by hash."""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> FlatGroups:
-        """The block is held."""
+        """The blocks are held."""
         episodes = [episode for group in groups for episode in group.episodes]
         layout = _Layout()
         for trajectory in episodes:
@@ -98,12 +105,14 @@ class FlatGroups:
         of_turns = (text for turn in turns for text in (turn.observation, turn.text))
         texts, text_ends = pack_texts(chain(of_turns, (trajectory.final_observation for trajectory in episodes)))
         tokens = join(layout.tokens, declared["token_ids"])
+        pictures: dict[str, Item] = {}
         return cls(
             groups=Records.of(RolloutGroup, groups, leave=("trajectories", "baseline")),
             members=[(len(group.trajectories), group.baseline is not None) for group in groups],
             episodes=Records.of(Trajectory, episodes, leave=("turns", "final_observation")),
             num_turns=[len(trajectory.turns) for trajectory in episodes],
-            turns=Records.of(Turn, turns, leave=("prompt_ids", "completion", "observation", "text")),
+            turns=Records.of(Turn, turns, leave=("prompt_ids", "completion", "observation", "text", "items")),
+            shown=[tuple(item.hash for item in distinct(turn.items, pictures)) for turn in turns],
             completions=Records.of(Completion, completions, leave=("token_ids", "logprobs", *_PER_TOKEN)),
             places=layout.places,
             text_ends=text_ends,
@@ -114,9 +123,18 @@ class FlatGroups:
                 if layout.per_token[name]
             },
             block=Held({TOKENS: compact(tokens), LOGPROBS: compact(logprobs), TEXTS: texts}),
+            pictures=Held({content_hash: item.data for content_hash, item in pictures.items()}),
         )
 
     def __iter__(self) -> Iterator[RolloutGroup]:
+        return self.read({})
+
+    def read(self, pictures: MutableMapping[str, Item]) -> Iterator[RolloutGroup]:
+        """The groups.
+
+        Args:
+            pictures: those that are known by hash, to which the others are added; a block need not be kept for them.
+        """
         observations, answers, last = self._texts()
         completions = self.completions.read(
             token_ids=(Piece(self.block, TOKENS, middle, end) for _, middle, end in self.places),
@@ -127,7 +145,10 @@ class FlatGroups:
             Piece(self.block, TOKENS, start, middle, figures)
             for (start, middle, _), figures in zip(self.places, self.figures, strict=True)
         )
-        turns = self.turns.read(prompt_ids=prompts, completion=completions, observation=observations, text=answers)
+        items = (tuple(self._picture(content_hash, pictures) for content_hash in shown) for shown in self.shown)
+        turns = self.turns.read(
+            prompt_ids=prompts, completion=completions, observation=observations, text=answers, items=items
+        )
         episodes = self.episodes.read(
             turns=(tuple(islice(turns, count)) for count in self.num_turns), final_observation=last
         )
@@ -136,6 +157,11 @@ class FlatGroups:
             trajectories.append(tuple(islice(episodes, count)))
             baselines.append(next(episodes) if has_baseline else None)
         return self.groups.read(trajectories=trajectories, baseline=baselines)
+
+    def _picture(self, content_hash: str, known: MutableMapping[str, Item]) -> Item:
+        if (item := known.get(content_hash)) is None:
+            item = known[content_hash] = Item.known(Piece(self.pictures, content_hash), content_hash)
+        return item
 
     def _texts(self) -> tuple[list[Piece], list[Piece], list[Piece]]:
         """Observations and answers of the turns, and the last of each episode."""
@@ -285,12 +311,12 @@ class GroupWorker(Worker, ABC):
         with self.clock.work():
             return await self.run_group(spec)
 
-    @ray.method(num_returns=2)
-    async def finished_groups(self, series: Series) -> tuple[Finished, Arrays]:
+    @ray.method(num_returns=3)
+    async def finished_groups(self, series: Series) -> tuple[Finished, Arrays, Arrays]:
         """The groups that have finished since the last call; waits up to a second for the first.
 
         Returns:
-            Their block apart, so that it belongs to the caller and outlives this process.
+            Their blocks apart, so that these belong to the caller and outlive this process.
         """
         groups: list[RolloutGroup] = []
         failed: list[int] = []
@@ -306,8 +332,8 @@ class GroupWorker(Worker, ABC):
                 else:
                     groups.append(playing.tasks.pop(group_id).result())
         flat = FlatGroups.of(groups)
-        (arrays,) = flat.block.fetch([flat.block])
-        return Finished(replace(flat, block=Held({})), failed), arrays
+        arrays, pictures = flat.block.fetch([flat.block, flat.pictures])
+        return Finished(replace(flat, block=Held({}), pictures=Held({})), failed), arrays, pictures
 
     async def failure(self, series: Series, group_id: int) -> None:
         """Raises what the group raised."""
@@ -352,8 +378,8 @@ class _Answer:
     group_id: int | None
     """The group of which it tells, if it is one."""
     future: Future[Any]
-    block: ray.ObjectRef | None
-    """Of the groups that have finished."""
+    blocks: Sequence[ray.ObjectRef]
+    """Of the groups that have finished, and of their pictures."""
 
 
 class GroupCalls:
@@ -370,6 +396,8 @@ class GroupCalls:
         self._outbox: defaultdict[int, list[GroupSpec]] = defaultdict(list)
         self._polled: set[int] = set()
         """Workers that have been asked for what is finished and have not answered."""
+        self._pictures = WeakValueDictionary[str, Item]()
+        """Those of all groups that still count, by hash."""
         self._answers: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
 
     def start(self, spec: GroupSpec) -> None:
@@ -434,10 +462,9 @@ class GroupCalls:
         for group_id in result.failed:
             ref: ray.ObjectRef = self._workers.handles[worker].failure.remote(self._series, group_id)
             self._await(worker, ref, group_id)
-        assert answer.block is not None, "it belongs to what is finished"
         place = self._workers.whereabouts.get(worker)
-        block = RayBlock(answer.block, None if place is None else place.node_id)
-        groups = list(replace(result.groups, block=block))
+        block, pictures = (RayBlock(ref, None if place is None else place.node_id) for ref in answer.blocks)
+        groups = list(replace(result.groups, block=block, pictures=pictures).read(self._pictures))
         if self._loads[worker] > len(groups):
             self._poll(worker)
         for group in groups:
@@ -449,13 +476,13 @@ class GroupCalls:
         if worker not in self._polled:
             self._polled.add(worker)
             refs: list[ray.ObjectRef] = self._workers.handles[worker].finished_groups.remote(self._series)
-            self._await(worker, refs[0], block=refs[1])
+            self._await(worker, refs[0], blocks=refs[1:])
 
     def _await(
-        self, worker: int, ref: ray.ObjectRef, group_id: int | None = None, block: ray.ObjectRef | None = None
+        self, worker: int, ref: ray.ObjectRef, group_id: int | None = None, blocks: Sequence[ray.ObjectRef] = ()
     ) -> None:
         series = self._series
-        ref.future().add_done_callback(lambda done: self._answers.put(_Answer(series, worker, group_id, done, block)))
+        ref.future().add_done_callback(lambda done: self._answers.put(_Answer(series, worker, group_id, done, blocks)))
 
 
 logger = logging.getLogger(__name__)

@@ -112,20 +112,24 @@ def test_a_worker_imports_with_a_calm_collector(running):
 
 def test_columns_that_workers_have_stored_are_fetched_when_they_are_read_and_lost_with_the_worker(start):
     cluster = start("env")
-    columns = [left["tokens_T"] for left in cluster.call("leave", 5000)]
+    left = cluster.call("leave", 5000)
+    columns, (black, white) = [own["tokens_T"] for own, _ in left], [item for _, item in left]
     lengths_B = torch.tensor([5000, 2, 5000])
     batch = Batch(lengths_B, joined(columns, lengths_B, [torch.tensor([2]), torch.tensor([0])]), torch.ones(10_002) > 0)
+    pictured = batch.replace(items_I=((white,), (), (black, white)))
     before = RayBlock.fetched_bytes
     batch = ray.get(ray.put(batch))
     assert RayBlock.fetched_bytes == before and batch.select([2]).tokens_T.tolist() == [0] * 5000
     assert 0 < RayBlock.fetched_bytes - before < 100, "equal neighbours travel once, and only what is read"
     assert batch.tokens_T.tolist() == [1] * 5000 + [0] * 2 + [0] * 5000
+    assert white.data.min() == 1 and white.data.nbytes > 100_000
     cluster.shutdown()
     end = time.monotonic() + 30
-    with pytest.raises(RowsLostError, match="rows of this step are lost with the node or the process"):
-        while time.monotonic() < end:
-            batch.fetched()
-            time.sleep(0.2)
+    for lost in (batch, pictured):
+        with pytest.raises(RowsLostError, match="rows of this step are lost with the node or the process"):
+            while time.monotonic() < end:
+                lost.fetched()
+                time.sleep(0.2)
 
 
 def test_roles_apart_work_at_the_same_time(running):

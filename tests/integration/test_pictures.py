@@ -11,15 +11,22 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from roll.__main__ import main
-from tests.integration.conftest import rows, write
+from tests.integration.conftest import assert_same_tensors, rows, write
 from tests.integration.test_agents import assert_trained_is_what_was_sampled
+from tests.integration.test_async_runs import OVERLAP
 from tests.support.judges import Summing
 from tests.support.picture_models import IMAGE, PROCESSOR, greedy_words, make_picture_model, make_tokenizer
 
 
-def pictured(path: Path) -> np.ndarray:
-    """Rows with one or two pictures, and one without; returns the pictures."""
-    noise = np.random.default_rng(0).integers(0, 256, (4, 56, 84, 3), np.uint8)
+def pictured(path: Path) -> list[np.ndarray]:
+    """Rows with one or two pictures, the second so large that it has a block of its own, and one without.
+
+    Returns:
+        The pictures.
+    """
+    draw = np.random.default_rng(0)
+    sizes = ((56, 84), (196, 196), (56, 84), (56, 84))
+    noise = [draw.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
     for number, pixels in enumerate(noise):
         Image.fromarray(pixels).save(path / f"{number}.png")
     one, two, both, none = rows("t", [""] * 4)
@@ -29,7 +36,7 @@ def pictured(path: Path) -> np.ndarray:
     return noise
 
 
-LENGTHS = ("prompt_length=64", "sequence_length=70", "val_batch_size=1", "max_steps=1")
+LENGTHS = ("prompt_length=96", "sequence_length=102", "val_batch_size=1", "max_steps=1")
 
 
 @pytest.mark.slow
@@ -70,6 +77,26 @@ def test_a_judge_of_the_run_sees_what_the_policy_sees(rlvr, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_groups_that_wait_with_their_pictures_outlive_the_run_and_its_steps_are_repeated(rlvr, replay, tmp_path):
+    model = make_picture_model(tmp_path / "model", "qwen3_vl")
+    pictured(tmp_path)
+    keys = (f"pretrain={model}", *LENGTHS[:3], *OVERLAP, "max_steps=3", f"rollout_dump_dir={tmp_path / 'kept'}")
+    first = rlvr(*keys, orders=("hold-actor_train-0-train-3",))
+    first.pid_at("actor_train-0-train-3")
+    first.kill()
+    waiting = json.loads((first.checkpoint(2) / "resume" / "rollouts.json").read_text())
+    turns = [turn for group in waiting["groups"] for each in group["trajectories"] for turn in each["turns"]]
+    assert any(turn["items"] for turn in turns)
+    run = rlvr(*keys, "resume_from_checkpoint=true").ended()
+    schedule = run.path / "schedule.jsonl"
+    again = rlvr(*keys[:-1], f"replay_schedule={schedule}", output="again").ended()
+    assert_same_tensors(again.tensors(3), run.tensors(3))
+    said, _ = replay(run, 3)
+    assert "are equal to the bit" in said
+
+
+@pytest.mark.slow
 def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     pictured(tmp_path)
@@ -79,7 +106,7 @@ def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     run = rlvr(
         f"pretrain={model}",
         *LENGTHS[:1],
-        "sequence_length=200",
+        "sequence_length=260",
         "max_steps=1",
         "validation=null",
         "agent={type: python, path: 'tests.support.agents:looking', pictures: true}",

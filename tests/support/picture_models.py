@@ -22,7 +22,6 @@ from transformers import (
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -181,10 +180,11 @@ def make_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_processor(path: Path, family: str = "qwen3_vl", **changed: Any) -> Path:
+def make_processor(path: Path, family: str = "qwen3_vl", *, layers: int = 2, **changed: Any) -> Path:
     """A folder without weights, in the files of a published model, one for videos included where it takes them.
 
     Args:
+        layers: of the language model.
         changed: entries of the picture processor.
     """
     known, tokenizer = FAMILIES[family], make_tokenizer(family)
@@ -201,6 +201,7 @@ def make_processor(path: Path, family: str = "qwen3_vl", **changed: Any) -> Path
         "bos_token_id": None,
         "eos_token_id": ids["eos_token_id"],
         "tie_word_embeddings": True,
+        "num_hidden_layers": layers,
     }
     entries = {name: index for name, index in ids.items() if name.startswith(("image", "video", "vision"))}
     config = AutoConfig.for_model(

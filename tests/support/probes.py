@@ -15,6 +15,7 @@ from roll.utils.progress import advance
 if TYPE_CHECKING:
     import numpy as np
 
+    from roll.data.columns import Item
     from roll.data.stored import Stored
 
 CALM_AT_IMPORT = gc.get_threshold()[0] > 10_000
@@ -44,14 +45,18 @@ class Probe(Worker):
 
         return torch.get_num_threads()
 
-    def leave(self, count: int) -> dict[str, Stored]:
-        """A column of so many tokens, this rank for each, in the object store."""
+    def leave(self, count: int) -> tuple[dict[str, Stored], Item]:
+        """A column of so many tokens, this rank for each, and a picture of as many rows, in the object store."""
+        import numpy as np
         import torch
 
-        from roll.data.stored import store
+        from roll.data.columns import Item
+        from roll.data.stored import leave, store
         from roll.distributed.cluster.cluster import RayBlock
 
-        return store({"tokens_T": torch.full((count,), self.rank)}, torch.tensor([count]), RayBlock.put)
+        self.picture = Item(np.full((count, 10, 3), self.rank, dtype=np.uint8))
+        leave([self.picture], RayBlock.put)
+        return store({"tokens_T": torch.full((count,), self.rank)}, torch.tensor([count]), RayBlock.put), self.picture
 
     def nap(self, seconds: float) -> tuple[float, float]:
         started = time.time()

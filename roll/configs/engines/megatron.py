@@ -313,9 +313,8 @@ class MegatronCard(EngineCard):
     def no_pictures(self, worker: WorkerConfig) -> str:
         options = worker.strategy_args.typed()
         assert isinstance(options, MegatronConfig)
-        keys = ("pipeline_model_parallel_size", "context_parallel_size")
-        sizes = {key: getattr(options, key) for key in keys}
-        return next((f"takes no pictures with {key} {size}" for key, size in sizes.items() if size > 1), "")
+        size = options.context_parallel_size
+        return f"takes no pictures with context_parallel_size {size}" if size > 1 else ""
 
     def untested(self, options: MegatronConfig) -> Iterator[tuple[str, str]]:
         if options.fp8:

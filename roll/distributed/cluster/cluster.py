@@ -225,6 +225,8 @@ class Placement:
             "CUDA_VISIBLE_DEVICES": self.visible_devices(slot),
             # Ray would replace the list by the one GPU of which the worker holds a sliver.
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            # Workers with an event loop fetch in threads beside it.
+            "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
         }
 
     def remove(self) -> None:

@@ -528,6 +528,9 @@ def _run(draft: Draft) -> None:
     if draft.has("system_envs.USE_MODELSCOPE") or draft.theirs("model_download_type"):
         key = "system_envs.USE_MODELSCOPE" if draft.has("system_envs.USE_MODELSCOPE") else "model_download_type"
         to_do(draft, key, "models come from the Hugging Face hub: see that pretrain is a name there, or a folder")
+    if (kind := draft.theirs("checkpoint_config.type")) not in (None, "file_system"):
+        draft.derive("checkpoint_config.type", "checkpoint_config.type", "file_system")
+        to_do(draft, "checkpoint_config.type", "checkpoints go to the folder checkpoint_config.output_dir", kind)
     if draft.has("track_with") and draft.get("track_with") is None:
         value = draft.theirs("track_with")
         draft.outcomes = [each for each in draft.outcomes if each.key != "track_with"]

@@ -92,7 +92,16 @@ _TEACHER_PROMPT = "{prompt}\n\nA right solution:\n\n{solution}\n\nSolve the prob
 
 
 def read_students(given: Given) -> None:
-    """Gives the sections of a student, or of a model under supervision, the policy's names, where these are free."""
+    """Gives the sections of a student, or of a model under supervision, the policy's names, where these are free.
+
+    ROLL's script for on-policy distillation sets ``is_pure_opd``, which its files do not.
+    """
+    values = given.values
+    students = {"student_train", "student_infer", "teacher"} <= values.keys() and "student_pretrain" not in values
+    scripted = students or bool(values.get("pure_opd_pipeline_type"))
+    if scripted and "is_pure_opd" not in values and not values.get("use_opd"):
+        values["is_pure_opd"] = True
+        given.notes.append("is_pure_opd is true: ROLL's script for on-policy distillation sets it")
     for theirs, ours in _STUDENTS.items():
         if theirs in given.values and ours not in given.values:
             given.values[ours] = given.values.pop(theirs)

@@ -314,6 +314,9 @@ def set_rewards(draft: Draft) -> None:
         note = "data_source, with which the function is called, is the row's tag: custom"
         to_do(draft, f"{where}.path", note)
     elif model := _reward_model(draft):
+        if (kind := draft.theirs("reward_model.strategy")) not in (None, "fsdp", "fsdp2", "megatron"):
+            note = "not in verl's releases: the model is read as a classifier; one that writes is the verifier judge"
+            draft.tell(Kind.IMPOSSIBLE, "reward_model.strategy", kind, "rewards.reward_model.verifiers", note=note)
         trusted = {"trust_remote_code": True} if draft.theirs("reward_model.model.trust_remote_code") else {}
         size = int(draft.theirs(_ranks_key(model)) or 1)
         divided = {"tensor_parallel_size": size} if size > 1 else {}

@@ -473,7 +473,9 @@ FAMILIES: dict[str, Family] = {
         problems=_qwen_moe_problems,
     ),
     "qwen3": Family("Qwen3ForCausalLM", _STANDARD, _qwen3, problems=_same_biases),
-    "qwen3_vl_text": Family("Qwen3VLForConditionalGeneration", _STANDARD, _qwen3, problems=_same_biases, own_modules=True),
+    "qwen3_vl_text": Family(
+        "Qwen3VLForConditionalGeneration", _STANDARD, _qwen3, problems=_same_biases, own_modules=True
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (*_STANDARD, *_router()),
@@ -562,6 +564,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """By ``model_type``."""
+
+WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+"""Values of ``model_type`` of models that have one of these beside a tower for pictures."""
 
 REFUSED = {
     "gemma2": "its caps of attention scores and logits (the soft cap of Megatron-Core's attention is fixed at 0)",

@@ -24,6 +24,7 @@ from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics
+from roll.models.tokenizer import policy_pictures
 from roll.pipeline.cli import EXIT_OK, EXIT_USAGE, read_config, report
 from roll.pipeline.commands.inspecting import configuration, schema_of
 from roll.pipeline.launch import MODEL_WORKERS, launch
@@ -34,7 +35,7 @@ from roll.pipeline.rollouts import read_rollouts
 from roll.pipeline.start import RunContext
 from roll.report.parting import MEASURED
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.types import kept_steps, step_folder
+from roll.rollout.types import Collected, kept_steps, step_folder
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import read_json_lines
 from roll.utils.registry import import_path
@@ -201,9 +202,18 @@ def _changes(before: RLConfig | OfflineConfig, after: RLConfig | OfflineConfig) 
 
 
 def _replay(config: RLConfig, run: RunContext, *, rollouts: Path, last: int) -> None:
+    run.roles.pictures = _shows_pictures(config, rollouts, last)
     with run.set_up(config, None):
         set_losses(run.roles, config)
     _take_again(Replay(config, run, rollouts), last)
+
+
+def _shows_pictures(config: RLConfig, rollouts: Path, last: int) -> bool:
+    """Tells whether the run's models had their towers: some prompt that was kept has pictures."""
+    if policy_pictures(config.pretrain, {}) is None:
+        return False
+    kept = (Collected.load(folder) for step, folder in kept_steps(rollouts).items() if step <= last)
+    return any(True for step in kept for group in (*step.groups, *step.rejected) for _ in group.items)
 
 
 def _take_again(loop: TrainingLoop, last: int) -> None:

@@ -253,7 +253,6 @@ def test_muon_is_for_whole_matrices(problems, load, override, key, words):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor_train.strategy_args={strategy_name: megatron_train}", "which has one rate for all"),
         ("actor_train.model_args.lora_target=q_proj", "the model's own parts stay"),
         ("actor_train.training_args.optimizer=muon", "nothing with optimizer muon"),
     ],

@@ -64,6 +64,10 @@ def test_everything_wrong_is_told_at_once(tmp_path):
     }
     assert {key: words for key, words in expected.items() if words not in found.get(key, "")} == {}, found
     assert "ids from 0" in problems(tmp_path, "judge={model: a/b, device_mapping: [99]}")["judge.device_mapping"]
+    (tmp_path / "blind").mkdir()
+    (tmp_path / "blind" / "config.json").write_text('{"model_type": "llama"}')
+    blind = problems(tmp_path, f"judge={{model: {tmp_path / 'blind'}, pictures: true}}")
+    assert "blind takes no pictures" in blind["judge.pictures"]
     beside = problems(tmp_path, "judge={model: a/b, device_mapping: [1]}", "async_generation_ratio=1")
     assert "devices of no role that trains or computes log-probs" in beside["judge.device_mapping"]
 

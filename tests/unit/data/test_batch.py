@@ -17,8 +17,17 @@ from hypothesis import strategies as st
 
 from roll.algorithms.types import require_finite
 from roll.data.batch import Batch
-from roll.data.packing import make_micro_batches, make_packs, packed_row, padding_waste, rectangle, take_micro_batch
-from roll.data.stored import Arrays, joined, store
+from roll.data.columns import Item
+from roll.data.packing import (
+    make_micro_batches,
+    make_packs,
+    packed_row,
+    padding_waste,
+    rectangle,
+    rows_by_pictures,
+    take_micro_batch,
+)
+from roll.data.stored import Arrays, heavy, joined, leave, store
 
 Sequences = list[list[int]]
 sequences_strategy = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=7), min_size=0, max_size=9)
@@ -137,6 +146,24 @@ class Shelf:
     def fetch(cls, blocks: Sequence[Shelf]) -> list[Arrays]:
         cls.fetched.append(len(blocks))
         return [cls.held[block.number] for block in blocks]
+
+
+def test_pictures_that_were_left_travel_as_references_and_are_fetched_at_once():
+    large, other, small = (Item(np.full((side, 200, 3), side, dtype=np.uint8)) for side in (200, 201, 2))
+    same = Item(large.data.copy())
+    leave([large, same, other, small], Shelf.put)
+    assert len(Shelf.held) == 2 and not heavy([large, same, other, small]), "equal ones are left once"
+    batch = make_batch([[1], [2], [3]]).replace(items_I=((large, small), (same,), (other, same)))
+    sent = pickle.dumps(batch)
+    assert len(sent) < 5000
+    batch = pickle.loads(sent).select([2, 1])
+    Shelf.fetched.clear()
+    batch.fetched()
+    assert Shelf.fetched == [2]
+    for found, expected in zip(batch.items_I, ((other, same), (same,)), strict=True):
+        assert found == expected and all(Item(item.data).hash == item.hash for item in found)
+    assert Shelf.fetched == [2] and len(pickle.dumps(batch)) < 5000, "what was fetched does not travel on"
+    Shelf.held.clear()
 
 
 @given(sequences_strategy.filter(bool), st.integers(1, 3), st.data())
@@ -328,3 +355,24 @@ def test_placeholder_has_the_same_columns_and_no_loss_tokens():
 def test_limits_below_one_are_refused(limits):
     with pytest.raises(ValueError, match=f"{next(iter(limits))}: 0, expected at least 1"):
         make_micro_batches(torch.tensor([3]), **limits)
+
+
+SIZES = {"a": 1, "b": 2, "c": 2, "d": 5}
+"""Pixels of pictures."""
+
+
+@given(st.lists(st.sets(st.sampled_from("abcd")), min_size=2, max_size=12), st.integers(1, 8), st.booleans())
+def test_pictures_of_a_part_are_bounded_each_counted_once(shown, most, pairs):
+    known = {name: Item(np.full((1, size, 3), ord(name), dtype=np.uint8)) for name, size in SIZES.items()}
+    shown = shown[: len(shown) // 2 * 2]
+    batch = make_batch([[1]] * len(shown))
+    batch = batch.replace(items_I=tuple(tuple(known[name] for name in names) for names in shown))
+    if pairs:
+        batch = batch.replace(pair_B=torch.arange(len(shown)) // 2)
+    parts = [rows.tolist() for rows in rows_by_pictures(batch, most)]
+    assert sorted(row for rows in parts for row in rows) == list(range(len(shown)))
+    for rows in parts:
+        assert not pairs or all(row ^ 1 in rows for row in rows)
+        sets = [shown[row] | (shown[row ^ 1] if pairs else set()) for row in rows]
+        union = set().union(*sets)
+        assert sum(map(SIZES.__getitem__, union)) <= most or union in sets, "a sample alone may have more"

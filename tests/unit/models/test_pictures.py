@@ -19,7 +19,6 @@ from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
 from roll.data.pictures import Pictures
 from roll.data.requests import GenerateRequest
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.generator import check_request
 from roll.models.freezing import freeze_unseen
 from roll.models.own_forward import in_one_process
@@ -186,17 +185,24 @@ def test_pictures_that_are_seen_one_way_end_the_run(models, monkeypatch):
         Tower(model, Pictures(folder))
 
 
-@pytest.mark.parametrize(("family", "head"), [("qwen3_vl", "value"), ("qwen3_5", "score")])
-def test_critics_and_reward_models_see(models, monkeypatch, family, head):
+@pytest.mark.parametrize(
+    ("family", "head", "engine"),
+    [
+        ("qwen3_vl", "value", "fsdp2_train"),
+        ("qwen3_5", "score", "fsdp2_train"),
+        ("qwen3_vl", "value", "megatron_train"),
+    ],
+)
+def test_critics_and_reward_models_see(models, monkeypatch, family, head, engine):
     """Their hidden states are those of the model's own trunk."""
     options: dict[str, Any] = {"worker": PACKED, "pictures": True, "head": head, "role": "critic"}
-    trainer: Any = Fsdp2Train(make_context(models(family), "fsdp2_train", **options))
+    trainer: Any = STRATEGIES.get(engine)(make_context(models(family), engine, **options))
     trainer.setup()
     batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [5, -4]], 1)
     assert trainer.logprobs(batch).values_T is not None and trainer.own_forward.compared == {"packed"}
     trainer.own_forward.compared.clear()
-    made = Tower.of_batch
-    monkeypatch.setattr(Tower, "of_batch", lambda tower, inputs: swapped(made(tower, inputs)))
+    made = Tower.of_rows
+    monkeypatch.setattr(Tower, "of_rows", lambda *given: swapped(made(*given)))
     with pytest.raises(ValueError, match="projected hidden states of the first micro-batch"):
         trainer.logprobs(batch)
 
@@ -245,15 +251,25 @@ def test_pictures_that_do_not_fit_are_named(models):
         Tower(model, Pictures(folder))
 
 
+UP = "model.language_model.layers.0.mlp.up_proj"
+
+
 @pytest.mark.parametrize(
-    ("family", "prefix", "expected"),
-    [("qwen3_vl", "model.visual", ""), ("qwen3_5", "model.visual", ""), ("qwen3_5", "model.vissual", "nearest")],
+    ("family", "prefix", "rates", "expected"),
+    [
+        ("qwen3_vl", "model.visual", {}, ""),
+        ("qwen3_5", "model.visual", {"model.visual.merger": 1e-3}, ""),
+        ("qwen3_5", "model.vissual", {}, "nearest"),
+        ("qwen3_5", UP, {}, "model.language_model.layers.0.mlp.gate_proj.weight with the rest that Megatron stores"),
+        ("qwen3_vl", "", {UP: 1e-3}, "with megatron_train one rate for model.language_model.layers.0.mlp.gate_proj"),
+    ],
 )
-def test_a_configuration_may_freeze_the_tower(models, family, prefix, expected):
-    """Whether the model will have it is not known before the data are."""
-    train = {"model_args": {"freeze_module_prefix": prefix}}
+def test_a_configuration_may_freeze_the_tower(models, family, prefix, rates, expected):
+    """Whether the model will have it is not known before the data are. Megatron cannot part all that has a name."""
+    train = {"model_args": {"freeze_module_prefix": prefix}, "training_args": {"learning_rate_of": rates}}
+    train["strategy_args"] = {"strategy_name": "megatron_train"}
     config = PipelineConfig.model_validate({"pretrain": str(models(family)), "actor_train": train})
-    problems = [f"{problem.expected}" for problem in check_frozen_parts(config)]
+    problems = [f"{problem.expected}{problem.hint}" for problem in check_frozen_parts(config)]
     assert bool(problems) == bool(expected) and all(expected in problem for problem in problems)
 
 

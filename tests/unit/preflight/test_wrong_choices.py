@@ -340,6 +340,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (train(sequence_length_round_in_train=256), "actor_train.sequence_length_round_in_train", "at most"),
         (train(sequence_length_round_in_infer=96, use_dynamic_batching_in_infer=True,
                max_tokens_per_microbatch_in_infer=130), "actor_train.max_tokens_per_microbatch_in_infer", "192"),
+        (train(max_pixels_per_microbatch_in_train=10**6), "actor_train.max_pixels_per_microbatch_in_train", "no pic"),
         ({"actor_infer.use_sequence_packing": True}, "actor_infer.use_sequence_packing", "actor_infer does not read"),
         ({"actor_infer.model_update_frequency": 2}, "actor_infer.model_update_frequency", "actor_train"),
         ({**REFERENCE, **engine("fsdp2_infer", "reference"), "reference.sequence_length_round_in_train": 8},

@@ -22,13 +22,13 @@ from PIL import Image
 from pydantic import ValidationError
 
 import roll.rewards.judge
-from roll.configs.rewards import JudgeEngine, RewardConfig
+from roll.configs.rewards import AskedModelConfig, JudgeEngine, RewardConfig
 from roll.data.columns import Item
-from roll.data.requests import SamplingParams
 from roll.distributed.strategy.generation.alone import HostedGenerator
-from roll.rewards.judge import HostedJudge, JudgeConfig, JudgeVerifier
+from roll.rewards.judge import JudgeConfig, JudgeVerifier
 from roll.rewards.scorer import DomainScorer, check_rewards
 from roll.rewards.types import RewardError, RewardResult, Sample
+from roll.rollout.reward_worker import JudgeWorker
 from tests.support.judges import WORDS, digit_model, greedy_words
 from tests.support.picture_models import greedy_words as greedy_answer
 from tests.support.picture_models import make_picture_model
@@ -545,16 +545,16 @@ def test_pictures_reach_the_endpoint_as_they_are_if_it_is_to_see_them(monkeypatc
 
 async def test_a_hosted_judge_sees_too(tmp_path):
     folder = str(make_picture_model(tmp_path / "seeing"))
-    params = SamplingParams(max_new_tokens=WORDS, temperature=0)
-    judge = HostedJudge(folder, JudgeEngine(), params, 2, HostedGenerator, pictures=True)
+    judge = JudgeWorker("reward_judge", 0, 1, {})
+    await judge.setup(AskedModelConfig(model=folder, max_tokens=WORDS, max_concurrency=2, pictures=True))
     try:
-        asked = [[{"type": "image", "image": item} for item in shown] for shown in (ITEMS, ITEMS[:1], ITEMS[1:])]
-        said = await asyncio.gather(*(judge.ask([{"role": "user", "content": [*shown, TEXT]}]) for shown in asked))
+        asked = [[{"type": "image", "image": item.data} for item in shown] for shown in (ITEMS, ITEMS[:1], ITEMS[1:])]
+        said = await judge.ask([[{"role": "user", "content": [*shown, TEXT]}] for shown in asked])
     finally:
-        await judge.model.close()
-    pixels = [[part["image"].data for part in shown] for shown in asked]
+        await judge.close()
+    pixels = [[part["image"] for part in shown] for shown in asked]
     expected = await asyncio.to_thread(lambda: [greedy_answer(folder, "why?", shown, WORDS) for shown in pixels])
-    assert [words for words, _ in said] == expected and len(set(expected)) == 3
+    assert said == expected and len(set(expected)) == 3
     with pytest.raises(ValueError, match="pictures: true, but the model takes no pictures"):
         await asyncio.to_thread(HostedGenerator, digit_model(tmp_path / "blind"), JudgeEngine(), 2, True)
 

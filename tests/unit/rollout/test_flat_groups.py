@@ -3,7 +3,9 @@
 import pickle
 from dataclasses import replace
 
-from roll.data.columns import expand
+import numpy as np
+
+from roll.data.columns import Item, expand
 from roll.rollout.types import RolloutGroup, Trajectory
 from roll.rollout.workers import FlatGroups
 from tests.unit.rollout.test_saved_groups import assert_equal
@@ -47,3 +49,16 @@ def test_what_is_no_conversation_though_it_should_be_one_arrives_too():
     turns = [make_turn([1, 2], [3]), make_turn([1, 2, 4, 5], [6]), make_turn([1], [2]), make_turn([1, 2, 3], [4])]
     group = RolloutGroup(0, "A", (make_trajectory(turns, history=True),))
     assert_equal(there_and_back(group)[0], [group])
+
+
+def test_pictures_lie_in_a_block_of_their_own_which_is_not_kept_for_those_that_are_known():
+    cat, dog = (Item(np.full((4, 4, 3), shade, dtype=np.uint8)) for shade in (1, 2))
+    turns = [replace(make_turn([1], [2]), items=items) for items in ((cat,), (dog, cat), ())]
+    group = RolloutGroup(0, "A", (make_trajectory(turns, history=False),))
+    known: dict[str, Item] = {}
+    (first,) = FlatGroups.of([group]).read(known)
+    assert_equal([first], [group])
+    flat = FlatGroups.of([group])
+    (again,) = flat.read(known)
+    assert [*again.items] == [cat, dog, cat] and all(item is known[item.hash] for item in again.items)
+    assert len(again.blocks) == 2 and flat.pictures not in again.blocks

@@ -35,7 +35,7 @@ def specs(*numbers: int) -> list[GroupSpec]:
 
 
 async def fetched(player: Player, series: Series) -> tuple[list[int], list[int]]:
-    finished, _ = await player.finished_groups(series)
+    finished, *_ = await player.finished_groups(series)
     return [group.group_id for group in finished.groups], finished.failed
 
 

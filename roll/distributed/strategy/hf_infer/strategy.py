@@ -391,6 +391,7 @@ class HfInfer(Generator[WeightUpdate]):
                 batch,
                 max_sequences=None if dynamic else worker.infer_batch_size,
                 max_tokens=worker.max_tokens_per_microbatch_in_infer if dynamic else None,
+                max_pixels=worker.max_pixels_per_microbatch_in_infer,
                 round_to=worker.sequence_length_round_in_infer,
                 packing=worker.use_sequence_packing,
                 check=check,

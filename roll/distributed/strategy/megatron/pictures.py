@@ -1,12 +1,17 @@
 """Pictures in Megatron's model: a tower of Transformers' modules before it, its features in the places of tokens.
 
 Every tensor-parallel rank has the tower whole and computes the same with it, so that its gradients are whole there too,
-and are summed over data-parallel ranks like all others. Axes: R rows, C columns, S columns on this rank, H hidden units.
+and are summed over data-parallel ranks like all others.
+
+Axes: R rows, C columns of a whole row, S columns, H hidden units, F features, each in its place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,22 +43,39 @@ def take_tower(hf_model: PreTrainedModel) -> nn.ModuleDict:
 
 
 class Sight:
-    """The pictures of micro-batches, for the chunk with the embedding.
+    """The pictures of micro-batches on one rank.
 
     Args:
-        hf_model: whose parts ``chunk.tower`` are.
+        hf_model: whose parts are the tower of the chunk with the embedding.
+        layers: of each chunk, their numbers in the whole model.
+
+    Raises:
+        ValueError: layers of a later chunk would need features.
     """
 
-    def __init__(self, context: StrategyContext, hf_model: PreTrainedModel, chunk: Any) -> None:
+    def __init__(
+        self,
+        context: StrategyContext,
+        hf_model: PreTrainedModel,
+        chunks: Sequence[Any],
+        layers: Sequence[Sequence[int]],
+    ) -> None:
         self.tower = Tower(hf_model, pictures_of(context.model_path))
         self._trunk: Any = hf_model.base_model
-        self._chunk = chunk
         text = hf_model.config.get_text_config()
-        chunk.angles = functools.partial(rotary_angles, transformers_class(text, "RotaryEmbedding")(text))
-        self._within: list[Tensor] = []
-        """What the first layers' outputs are raised by (DeepStack, Meng et al. 2024), of the micro-batch that runs."""
-        for number, _ in enumerate(getattr(hf_model.config.vision_config, "deepstack_visual_indexes", ())):
-            chunk.decoder.layers[number].register_forward_hook(functools.partial(self._raise, number))
+        raised = len(getattr(hf_model.config.vision_config, "deepstack_visual_indexes", ()))
+        self._raises: list[_Raise] = []
+        for chunk, numbers in zip(chunks, layers, strict=True):
+            chunk.angles = functools.partial(rotary_angles, transformers_class(text, "RotaryEmbedding")(text))
+            if not hasattr(chunk, "tower") and min(numbers) < raised:
+                raise ValueError(
+                    f"{context.role}: the first part of the pipeline has {min(numbers)} layers of a model that adds "
+                    f"features of pictures behind each of the first {raised}; expected at least {raised} there"
+                )
+            if hasattr(chunk, "tower"):
+                self._raises = [_Raise() for _ in range(raised)]
+                for layer, each in zip(chunk.decoder.layers, self._raises, strict=False):
+                    layer.register_forward_hook(each)
 
     def lay_out(self, one: MegatronInput, *, unmodified: bool) -> MegatronInput:
         """A micro-batch with its pictures.
@@ -85,46 +107,81 @@ class Sight:
         positions_41C[1:, :, : row.num_tokens] = positions_31L
         return PictureInput([values], range(len(grids)), cells_1C, positions_41C)
 
-    def arguments(self, one: MegatronInput) -> dict[str, Any]:
-        """Of the chunk's forward pass: embedded tokens with features in their places, and positions."""
+    @contextlib.contextmanager
+    def at(self, one: MegatronInput, chunk: Any) -> Iterator[dict[str, Any]]:
+        """The forward pass of a micro-batch in a chunk, and its arguments: embedded tokens with features in their
+        places, and positions."""
         assert one.pictures is not None
-        seen = self.tower.see(one.pictures)
-        cells_SR = one.pictures.cells_RC.T.to(one.input_ids_RS.device)
-        embedded = self._chunk.embedding(input_ids=one.input_ids_RS, position_ids=None)
-        output = seen["mm_encoder_outputs"]["image"]
-        features = self._placed(output.pooler_output, cells_SR)
-        embedded = torch.where(self._share(cells_SR)[..., None], features, embedded)
-        within = [self._placed(each, cells_SR) for each in output.get("deepstack_features") or ()]
-        self._within = [each.detach().requires_grad_(each.requires_grad) for each in within]
-        positions = one.pictures.positions_4RC
-        return {
-            "decoder_input": _Passed.apply(embedded, self._within, *within) if within else embedded,
-            "position_ids": None if positions is None else positions[1:].to(one.input_ids_RS.device),
-        }
+        device, positions = one.input_ids_RS.device, one.pictures.positions_4RC
+        arguments = {"position_ids": None if positions is None else positions[1:].to(device)}
+        if hasattr(chunk, "tower"):
+            arguments["decoder_input"] = self._embedded(one, one.pictures, chunk)
+        try:
+            yield arguments
+        finally:
+            for each in self._raises:
+                each.now = None
 
-    def _placed(self, features: list[Tensor], cells_SR: Tensor) -> Tensor:
-        """[S, R, H]: features of all places, which come row by row, and zeros elsewhere."""
-        from megatron.core import tensor_parallel
+    def _embedded(self, one: MegatronInput, pictures: PictureInput, chunk: Any) -> Tensor:
+        output = self.tower.see(pictures)["mm_encoder_outputs"]["image"]
+        cells_SR = pictures.cells_RC.T.to(one.input_ids_RS.device).contiguous()  # or what is made by it is not
+        cuts = chunk.config.sequence_parallel
+        embedded: Tensor = chunk.embedding(input_ids=one.input_ids_RS, position_ids=None)
+        features = _placed(output.pooler_output, cells_SR, cuts=cuts)
+        embedded = torch.where(_share(cells_SR, cuts=cuts)[..., None], features, embedded)
+        if not self._raises:
+            return embedded
+        within = [_placed(each, cells_SR, cuts=cuts) for each in output.deepstack_features]
+        leaves = [each.detach().requires_grad_(each.requires_grad) for each in within]
+        for each, leaf in zip(self._raises, leaves, strict=True):
+            each.now, each.trains = leaf, one.trains
+        passed: Tensor = _Passed.apply(embedded, leaves, *within)
+        return passed
 
-        found = torch.cat(features)
-        row_F, column_F = cells_SR.T.nonzero(as_tuple=True)
-        whole = found.new_zeros(*cells_SR.shape, found.shape[-1]).index_put((column_F, row_F), found)
-        if not self._chunk.config.sequence_parallel:
-            return whole
-        return cast(Tensor, tensor_parallel.scatter_to_sequence_parallel_region(whole))
 
-    def _raise(self, number: int, layer: nn.Module, args: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """A forward hook, also where a layer is computed again."""
-        return output[0] + self._within[number], output[1]
+class _Raise:
+    """A layer's hook, which adds features to its output (DeepStack, Meng et al. 2024).
 
-    def _share(self, cells_SR: Tensor) -> Tensor:
-        """This sequence-parallel rank's part."""
-        from megatron.core import parallel_state
+    Layers that are computed again in the backward pass come in the order of their micro-batches.
+    """
 
-        if not self._chunk.config.sequence_parallel:
-            return cells_SR
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        return cells_SR.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    now: Tensor | None = None
+    """Of the forward pass that runs; ``None`` in a backward pass."""
+    trains = False
+
+    def __init__(self) -> None:
+        self._again: deque[Tensor] = deque()
+
+    def __call__(self, layer: nn.Module, args: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        if (added := self.now) is None:
+            added = self._again.popleft()
+        elif self.trains and not torch.is_grad_enabled():
+            self._again.append(added)
+        return output[0] + added, output[1]
+
+
+def _placed(features: Tensor | Sequence[Tensor], cells_SR: Tensor, *, cuts: bool) -> Tensor:
+    """[S, R, H]: features of all places, which come row by row, and zeros elsewhere.
+
+    Args:
+        cuts: sequence-parallel ranks have some of the columns each.
+    """
+    from megatron.core import tensor_parallel
+
+    found = features if isinstance(features, Tensor) else torch.cat([*features])
+    row_F, column_F = cells_SR.T.nonzero(as_tuple=True)
+    whole = found.new_zeros(*cells_SR.shape, found.shape[-1]).index_put((column_F, row_F), found)
+    return cast(Tensor, tensor_parallel.scatter_to_sequence_parallel_region(whole)) if cuts else whole
+
+
+def _share(cells_SR: Tensor, *, cuts: bool) -> Tensor:
+    """This sequence-parallel rank's part."""
+    from megatron.core import parallel_state
+
+    if not cuts:
+        return cells_SR
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return cells_SR.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 class _Passed(torch.autograd.Function):

@@ -107,7 +107,9 @@ class MegatronInfer(Scorer):
         self._sight: Sight | None = None
         if context.pictures:
             assert self.model.hf_model is not None
-            self._sight = Sight(context, self.model.hf_model, self.model.chunks[0])
+            layers = [layout.layers for layout in self.model.layouts]
+            with raise_on_all_ranks():
+                self._sight = Sight(context, self.model.hf_model, self.model.chunks, layers)
         self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
@@ -120,9 +122,7 @@ class MegatronInfer(Scorer):
             layers = OutputLayers(
                 own=lambda: OutputLayer(weight_VH.detach().clone()),
                 of=lambda path, trusts: (
-                    load_output_layer(
-                        path, self._model_dtype, trust_remote_code=trusts, pictures=context.pictures
-                    )
+                    load_output_layer(path, self._model_dtype, trust_remote_code=trusts, pictures=context.pictures)
                     .rows(share.start, len(weight_VH))
                     .to(self.device)
                 ),
@@ -208,11 +208,14 @@ class MegatronInfer(Scorer):
 
         def forward_step(iterator: Iterator[MegatronInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             one = next(iterator)
-            with contextlib.nullcontext() if self._routing is None else self._routing.at(one):
-                arguments = {"position_ids": None} if self._sight is None else self._sight.arguments(one)
-                hidden = chunk(
-                    one.input_ids_RS, attention_mask=None, packed_seq_params=one.packed_seq_params(), **arguments
-                )
+            with contextlib.ExitStack() as stack:
+                arguments: dict[str, Any] = {"position_ids": None, "attention_mask": None}
+                if self._routing is not None:
+                    stack.enter_context(self._routing.at(one))
+                if self._sight is not None:
+                    own = self.model.chunks[self.model.wrapped.index(chunk)]
+                    arguments |= stack.enter_context(self._sight.at(one, own))
+                hidden = chunk(one.input_ids_RS, packed_seq_params=one.packed_seq_params(), **arguments)
             advance()
             return hidden, partial(finish, one)
 
@@ -420,7 +423,8 @@ class MegatronTrain(MegatronInfer, Trainer):
         hf_model = self.model.hf_model
         if not converted.family.experts.alternating and hf_model is None:
             return pieces
-        whole = module_pieces(pieces, converted.family, converted.num_experts)
+        named = [piece for piece in pieces if piece.outline]  # not tied embeddings' copy
+        whole = module_pieces(named, converted.family, converted.num_experts)
         return whole if hf_model is None else [published_piece(one, hf_model, self.context.head) for one in whole]
 
     def find_adapter(self) -> list[WeightShard]:

@@ -83,6 +83,7 @@ class MicroBatchLimits:
 
     max_sequences: int | None
     max_tokens: int | None
+    max_pixels: int | None
     round_to: int
     packing: bool
     sharing: bool
@@ -202,6 +203,7 @@ class Scorer(ABC):
         return MicroBatchLimits(
             max_sequences=None if dynamic else per_pass,
             max_tokens=getattr(worker, f"max_tokens_per_microbatch_in_{phase}") if dynamic else None,
+            max_pixels=getattr(worker, f"max_pixels_per_microbatch_in_{phase}"),
             round_to=getattr(worker, f"sequence_length_round_in_{phase}"),
             packing=worker.use_sequence_packing,
             sharing=self.shares_prompts,

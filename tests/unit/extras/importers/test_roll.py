@@ -210,6 +210,8 @@ CASES = {
     "no teacher": ("opd", ["is_pure_opd=false"], {"teacher": None}, {}),
     "a student's name": ("opd", ["+student_pretrain=Qwen/Qwen2.5-0.5B", "+is_pure_opd=true"], {"is_pure_opd": True},
         {}),
+    "a script sets it": ("opd", ["~is_pure_opd", "+pure_opd_pipeline_type=rlvr_vlm", "+checkpoint_config.type=mos"],
+        {"is_pure_opd": True, "checkpoint_config.type": "file_system"}, {"checkpoint_config.type": TO_DO}),
     "a teacher that is told the solution": ("opd", [*TOLD, "sequence_length=1024"],
         {"teacher_prompt": "{prompt} is {worked}", "is_pure_opd": True}, {}),
     "such a teacher beside rewards": ("opd", ["opsd_mode=true", "is_pure_opd=false", "use_opd=true"],

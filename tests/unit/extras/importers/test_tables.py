@@ -487,10 +487,11 @@ def test_rows_with_pictures_have_the_columns_and_bounds_of_rolls_pipelines():
 
 def test_an_engine_that_takes_no_pictures_is_named():
     word = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
-    found = imported("verl", word, "model_engine=megatron", "actor_rollout_ref.rollout.name=sglang")
+    sharing = ["model_engine=megatron", "actor_rollout_ref.actor.megatron.context_parallel_size=2"]
+    found = imported("verl", word, *sharing, "actor_rollout_ref.rollout.name=sglang")
     refused = {each.path.partition(".")[0]: each for each in found.result.problems}
     assert found.exit_code == 1 and refused.keys() >= {"actor_train", "actor_infer"}
-    assert "such as fsdp2_train (megatron_train has not" in refused["actor_train"].expected
+    assert "such as fsdp2_train (megatron_train takes no pictures with context" in refused["actor_train"].expected
     assert imported("verl", word, lost=set()).exit_code == 0
 
 
