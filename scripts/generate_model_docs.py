@@ -77,29 +77,30 @@ model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward mod
 ## Pictures
 
 Where prompts have pictures, a model is loaded with its vision tower, and tower, projector and language model are
-trained. `model_args.freeze_module_prefix: model.visual` leaves the tower as it is (`model.visual.blocks` all but the
-projector); an adapter (`lora_target`) is in the language model alone. In a run on text, the tower is neither computed
-with nor trained, and saved as it was: Qwen3.5 is then loaded as the language model in it.
+trained ([names of the parts](pictures.md#models-and-engines)); an adapter (`lora_target`) is in the language model
+alone. In a run on text, the tower is neither computed with nor trained, and saved as it was: Qwen3.5 is then loaded as
+the language model in it. What stands behind the layer of a tower whose output is taken, as in LLaVA, stays as it is.
 
 - **Trainers** (`fsdp2_train`, `deepspeed_train` with ZeRO 0 to 3, `megatron_train`): padded and packed rows and shared
   prompts. A picture that is in a micro-batch several times, as in all answers of a group, goes through the tower once.
-  Every micro-batch goes through the tower, one without pictures with a blank of one token that changes nothing, so that
-  ranks do not wait for each other. Not with `tensor_parallel_size`, `ulysses_size` or `context_parallel_size` above 1.
-- **`megatron_train`**: the tower is of Transformers' own modules, whole on each rank of the first pipeline stage; the
+  Every micro-batch goes through the tower, one without pictures with the smallest blank, which changes nothing, so that
+  ranks do not wait for each other. The experts of Qwen3-VL-MoE may be replayed. Not with `tensor_parallel_size`,
+  `ulysses_size` or `context_parallel_size` above 1.
+- **`megatron_train`**, with the first three families: the tower is of Transformers' own modules, whole on each rank of the first pipeline stage; the
   language model is in Megatron's. Compared with two tensor-parallel ranks (also sequence-parallel; Qwen3.5 has one) and
   two pipeline stages, with Qwen2.5-VL virtual ones too. Qwen3-VL adds features behind its first layers, which must be
   in the first part of the pipeline. On a GPU the layers are Megatron-Core's own modules, too, not TransformerEngine's.
 - **`hf_infer`**: pictures in continuous batching; equal prompts with equal pictures are computed once; requests in
   flight are computed again with their pictures where `kv_after_update` says so.
-- **What is compared in a run**: the first micro-batch of each layout with the model's own class and picture processor
-  on one row at a time (`megatron_train`: its own model, with what Transformers makes of pictures and positions). Pixels
-  that are not those which the row's ids were made of, pictures in each other's place, another grid and shifted
-  positions end the run before its first result.
+- **What is compared in a run**: two rows of the first micro-batch of each layout, one of them with pictures, with the
+  model's own class and picture processor on one row at a time (`megatron_train`: its own model, with what Transformers
+  makes of pictures and positions). Pixels that are not those which the row's ids were made of, pictures in each
+  other's place, another grid and shifted positions end the run before its first result.
 - A token that stands for pictures in the vocabulary, but was sampled by the policy, is a word like any other.
-- **`vllm`**, generating and as a reference: it gets the same numbers as a trainer's tower, and not the picture, so that
-  its own resizing is passed by. Features of pictures, like keys and values, are never used after an update. It needs
-  torchvision, of which there is no build beside the CPU build of PyTorch that this project is tested with: the
-  comparison runs with its Python part alone (`tests/support/torchvision_alone`).
+- **`vllm`**, generating and as a reference, with the first three families: it gets the same numbers as a trainer's
+  tower, and not the picture, so that its own resizing is passed by. Features of pictures, like keys and values, are
+  never used after an update. It needs torchvision, of which there is no build beside the CPU build of PyTorch that this
+  project is tested with: the comparison runs with its Python part alone (`tests/support/torchvision_alone`).
 - `sglang` refuses pictures.
 
 ## What a model may demand

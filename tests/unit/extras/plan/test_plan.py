@@ -600,7 +600,7 @@ def test_a_manifest_follows_the_schema(nodes, tmp_path):
         jsonschema.Draft202012Validator(schema).validate(manifest)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.startswith("qwen")])
 def test_a_vision_tower_is_counted_as_pytorch_counts_it(family, tmp_path):
     folder = make_processor(tmp_path, family)
     config, pictures = AutoConfig.from_pretrained(folder), Pictures(folder)
