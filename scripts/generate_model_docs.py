@@ -86,10 +86,11 @@ the language model in it. What stands behind the layer of a tower whose output i
   Every micro-batch goes through the tower, one without pictures with the smallest blank, which changes nothing, so that
   ranks do not wait for each other. The experts of Qwen3-VL-MoE may be replayed. Not with `tensor_parallel_size`,
   `ulysses_size` or `context_parallel_size` above 1.
-- **`megatron_train`**, with the first three families: the tower is of Transformers' own modules, whole on each rank of the first pipeline stage; the
-  language model is in Megatron's. Compared with two tensor-parallel ranks (also sequence-parallel; Qwen3.5 has one) and
-  two pipeline stages, with Qwen2.5-VL virtual ones too. Qwen3-VL adds features behind its first layers, which must be
-  in the first part of the pipeline. On a GPU the layers are Megatron-Core's own modules, too, not TransformerEngine's.
+- **`megatron_train`**, with the first three families: the tower is of Transformers' own modules, whole on each rank of
+  the first pipeline stage; the language model is in Megatron's. Compared with two tensor-parallel ranks (also
+  sequence-parallel; Qwen3.5 has one) and two pipeline stages, with Qwen2.5-VL virtual ones too. Qwen3-VL adds features
+  behind its first layers, which must be in the first part of the pipeline. On a GPU the layers are Megatron-Core's own
+  modules, too, not TransformerEngine's.
 - **`hf_infer`**: pictures in continuous batching; equal prompts with equal pictures are computed once; requests in
   flight are computed again with their pictures where `kv_after_update` says so.
 - **What is compared in a run**: two rows of the first micro-batch of each layout, one of them with pictures, with the

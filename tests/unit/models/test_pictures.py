@@ -173,7 +173,8 @@ def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monk
 def test_pictures_that_are_seen_one_way_end_the_run(models, monkeypatch):
     """Gemma's tokens of a picture see each other both ways, also in a packed row; a kernel that cannot is refused."""
     folder, batch = models("gemma3"), make_pictured(0, "gemma3")
-    trainer: Any = Fsdp2Train(make_context(folder, "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0))
+    context = make_context(folder, "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
+    trainer: Any = STRATEGIES.get("fsdp2_train")(context)
     trainer.setup()
     with monkeypatch.context() as patched:
         patched.setattr(trainer.weights.scorer.tower, "both_ways", False)
