@@ -93,7 +93,7 @@ class Sight:
         pictures = self.tower.of_rows(list(zip(rows, batch.items_I, strict=True)), cell_T, shape)
         return replace(one, pictures=pictures)
 
-    def _of_unmodified(self, row: Batch, shape: tuple[int, int]) -> PictureInput:
+    def _of_unmodified(self, row: Batch, shape: Sequence[int]) -> PictureInput:
         values = self.tower.of_unmodified(row)
         kinds_1L = values.pop("mm_token_type_ids")
         cells_1C = torch.zeros(shape, dtype=torch.bool)
