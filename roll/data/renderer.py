@@ -493,8 +493,7 @@ class ChatRenderer:
         if tools or not all(map(_is_plain, messages)):
             conversation, tools = self._with_tools(messages, tools)
         text = self._render(conversation, tools, open_assistant=open_assistant)
-        is_shown = self.pictures is not None and any(map(_items, messages))
-        return self.pictures.spaced(text) if is_shown else text
+        return self.pictures.spaced(text) if self.pictures is not None and any(map(_items, messages)) else text
 
     def between_tokens(self, text: str) -> list[str]:
         """The pieces of a text of ``text`` between control tokens."""

@@ -121,7 +121,7 @@ def freeze_unseen(model: PreTrainedModel) -> None:
     taken = getattr(model.config, "vision_feature_layer", None)
     if taken is None:
         return
-    tower = model.base_model.vision_tower
+    tower = model.base_model.get_submodule("vision_tower")
     layers = max((each for each in tower.modules() if isinstance(each, nn.ModuleList)), key=len)
     # Outputs are counted from that of the embeddings.
     ends = [index % (len(layers) + 1) for index in ([taken] if isinstance(taken, int) else taken)]

@@ -101,8 +101,9 @@ class Tower:
         self.observer: Callable[[Sequence[Mapping[str, Tensor]], Sequence[Tensor]], None] | None = None
         """Is told what the tower was given, and the features that it has made, in their places."""
         self._cells_RC: Tensor | None = None
-        self._own_cells: Any = self._trunk.get_placeholder_mask
-        self._knows_videos = "video_features" in inspect.signature(self._own_cells).parameters
+        own_cells: Any = self._trunk.get_placeholder_mask
+        self._own_cells = own_cells
+        self._knows_videos = "video_features" in inspect.signature(own_cells).parameters
         self._trunk.get_placeholder_mask = self._find_cells  # type: ignore[assignment]
 
     def of_batch(self, inputs: ModelInput) -> PictureInput:

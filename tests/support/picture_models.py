@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -241,13 +241,13 @@ def make_picture_model(path: Path, family: str = "qwen3_vl", *, seed: int = 0, *
 
 def greedy_words(model: str, words: str, pictures: Sequence[np.ndarray], most: int) -> str:
     """What a model says to pictures and words of a user, by Transformers with its own picture processor."""
-    tokenizer, loaded = make_tokenizer(), AutoModelForImageTextToText.from_pretrained(model)
+    tokenizer, loaded = make_tokenizer(), cast(Any, AutoModelForImageTextToText.from_pretrained(model))
     processor = Qwen2VLImageProcessorPil(**PROCESSOR, size={"shortest_edge": 784, "longest_edge": 784 * 64})
     seen = processor([Image.fromarray(pixels) for pixels in pictures], return_tensors="pt") if len(pictures) else {}
     sizes = (seen["image_grid_thw"].prod(1) // PROCESSOR["merge_size"] ** 2).tolist() if len(pictures) else []
     shown = "".join(f"<|vision_start|>{IMAGE * size}<|vision_end|>" for size in sizes)
     text = f"<|im_start|>user\n{shown}{words}<|im_end|>\n<|im_start|>assistant\n"
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
-    kinds = (ids == tokenizer.convert_tokens_to_ids(IMAGE)).int()
+    kinds = ids.eq(tokenizer.encode(IMAGE, add_special_tokens=False)[0]).int()
     whole = loaded.generate(input_ids=ids, mm_token_type_ids=kinds, do_sample=False, max_new_tokens=most, **seen)
     return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))

@@ -248,32 +248,34 @@ class Blank(Tensor):
     """Stands for a tensor of a checkpoint, in any thread: notes where its values are copied to, and copies nothing.
 
     Args:
-        inner: of its form, on the meta device.
+        form: of the same form, on the meta device.
         places: where its parts would be copied to; ``None`` of a tensor whose values are no longer those of a part.
     """
 
-    inner: Tensor
+    form: Tensor
     places: Places | None
 
     @staticmethod
-    def __new__(cls, inner: Tensor, device: torch.device, places: Any) -> Blank:
+    def __new__(cls, form: Tensor, device: torch.device, places: Any) -> Blank:
         made: Blank = Tensor._make_wrapper_subclass(
             cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            form.shape,
+            strides=form.stride(),
+            storage_offset=form.storage_offset(),
+            dtype=form.dtype,
             device=device,
         )
-        made.inner, made.places = inner, places
+        made.form, made.places = form, places
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.copy_.default:
             held, blank = args[:2]
             if not isinstance(held, Blank) and blank.places is not None and held.shape == blank.shape:
-                blank.places.append((held.detach(), blank.inner.stride(), blank.inner.storage_offset()))
+                blank.places.append((held.detach(), blank.form.stride(), blank.form.storage_offset()))
             return held
         given = [each for each in args if isinstance(each, Blank)]
         device = given[0].device if given else torch.device("cpu")
@@ -283,7 +285,7 @@ class Blank(Tensor):
         def wrapped(result: Any) -> Any:
             if not isinstance(result, Tensor):
                 return result
-            whole = (each for each in given if _memory(each.inner) == _memory(result))
+            whole = (each for each in given if _memory(each.form) == _memory(result))
             return cls(result, device, next((each.places for each in whole), None))
 
         return tree_map(wrapped, found)
@@ -291,7 +293,7 @@ class Blank(Tensor):
 
 def _form(value: Any) -> Any:
     if isinstance(value, Blank):
-        return value.inner
+        return value.form
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
