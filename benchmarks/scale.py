@@ -426,7 +426,7 @@ def run_step(config: RLVRConfig, meter: Meter, folder: Path, players: Any, score
         others_score=True,
         clusters={},
         offload_manager=SimpleNamespace(memory=lambda phase: {}),
-        rollout_replicas=SimpleNamespace(prepare=lambda: None),
+        rollout_replicas=SimpleNamespace(prepare=lambda: None, take_update_metrics=dict),
         sync_weights=lambda version: None,
     )
     roles.score = partial(Roles.score, roles)

@@ -4,6 +4,8 @@ The figures come from the tests, some twenty minutes for all of them; rows that 
 
     ROLL_PARITY_FIGURES=figures.jsonl python -m pytest -m "slow or not slow" tests/parity/test_{families,pictures}.py
     PYTHONPATH=. python scripts/generate_model_docs.py --figures figures.jsonl
+
+SGLang's need its environment, in ``ROLL_SGLANG_PYTHON`` (``make test-sglang``); ``-k sglang`` runs them alone.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ pictures of several sizes and turns among rows of text ([below](#pictures)).
 
 A number is the largest difference of a log-probability in nats, in float32, over all that was compared. *refused*
 means that a run ends before its first step, with this reason. *untried* means that nobody has compared it: such a run
-starts with one warning. Measured with Transformers {version}.
+starts with one warning. Measured with Transformers {version}; `sglang` runs in an environment of its own, last on
+{sglang}.
 
 {engines}
 
@@ -55,6 +58,10 @@ starts with one warning. Measured with Transformers {version}.
 request; layers of another kind are refused. A model with states, or of a family that is not listed, generates a few
 tokens at the start, and is refused if their log-probabilities are not those of its own forward pass: Falcon-H1 with
 `mamba_rms_norm: true` is, whose norm in Transformers mixes the sequences of a decode step.
+`sglang` has no windows in its classes of Llama, Mistral, Phi, Qwen and Mixtral: such a model is refused, in
+validation too, where `sequence_length` is larger than its window. It does not start from a `config.json` without
+entries that publishers write and Transformers does not: `full_attention_interval` (Qwen3-Next, Qwen3.5),
+`moe_layer_freq` and `topk_method` (DeepSeek-V3), `partial_rotary_factor` outside `rope_parameters` (Phi-4-mini).
 `vllm` and `sglang` also run `tests/generators` with Qwen2, Qwen3 and Qwen3-MoE; SGLang's in its own environment
 (`make test-sglang`), see [SGLang](sglang.md).
 
@@ -70,29 +77,31 @@ model allows it. *Experts replayed*: `router_replay`. *Score head*: a reward mod
 ## Pictures
 
 Where prompts have pictures, a model is loaded with its vision tower, and tower, projector and language model are
-trained. `model_args.freeze_module_prefix: model.visual` leaves the tower as it is (`model.visual.blocks` all but the
-projector); an adapter (`lora_target`) is in the language model alone. In a run on text, the tower is neither computed
-with nor trained, and saved as it was: Qwen3.5 is then loaded as the language model in it.
+trained ([names of the parts](pictures.md#models-and-engines)); an adapter (`lora_target`) is in the language model
+alone. In a run on text, the tower is neither computed with nor trained, and saved as it was: Qwen3.5 is then loaded as
+the language model in it. What stands behind the layer of a tower whose output is taken, as in LLaVA, stays as it is.
 
 - **Trainers** (`fsdp2_train`, `deepspeed_train` with ZeRO 0 to 3, `megatron_train`): padded and packed rows and shared
   prompts. A picture that is in a micro-batch several times, as in all answers of a group, goes through the tower once.
-  Every micro-batch goes through the tower, one without pictures with a blank of one token that changes nothing, so that
-  ranks do not wait for each other. Not with `tensor_parallel_size`, `ulysses_size` or `context_parallel_size` above 1.
-- **`megatron_train`**: the tower is of Transformers' own modules, whole on each rank of the first pipeline stage; the
-  language model is in Megatron's. Compared with two tensor-parallel ranks (also sequence-parallel; Qwen3.5 has one) and
-  two pipeline stages, with Qwen2.5-VL virtual ones too. Qwen3-VL adds features behind its first layers, which must be
-  in the first part of the pipeline. On a GPU the layers are Megatron-Core's own modules, too, not TransformerEngine's.
+  Every micro-batch goes through the tower, one without pictures with the smallest blank, which changes nothing, so that
+  ranks do not wait for each other. The experts of Qwen3-VL-MoE may be replayed. Not with `tensor_parallel_size`,
+  `ulysses_size` or `context_parallel_size` above 1.
+- **`megatron_train`**, with the first three families: the tower is of Transformers' own modules, whole on each rank of
+  the first pipeline stage; the language model is in Megatron's. Compared with two tensor-parallel ranks (also
+  sequence-parallel; Qwen3.5 has one) and two pipeline stages, with Qwen2.5-VL virtual ones too. Qwen3-VL adds features
+  behind its first layers, which must be in the first part of the pipeline. On a GPU the layers are Megatron-Core's own
+  modules, too, not TransformerEngine's.
 - **`hf_infer`**: pictures in continuous batching; equal prompts with equal pictures are computed once; requests in
   flight are computed again with their pictures where `kv_after_update` says so.
-- **What is compared in a run**: the first micro-batch of each layout with the model's own class and picture processor
-  on one row at a time (`megatron_train`: its own model, with what Transformers makes of pictures and positions). Pixels
-  that are not those which the row's ids were made of, pictures in each other's place, another grid and shifted
-  positions end the run before its first result.
+- **What is compared in a run**: two rows of the first micro-batch of each layout, one of them with pictures, with the
+  model's own class and picture processor on one row at a time (`megatron_train`: its own model, with what Transformers
+  makes of pictures and positions). Pixels that are not those which the row's ids were made of, pictures in each
+  other's place, another grid and shifted positions end the run before its first result.
 - A token that stands for pictures in the vocabulary, but was sampled by the policy, is a word like any other.
-- **`vllm`**, generating and as a reference: it gets the same numbers as a trainer's tower, and not the picture, so that
-  its own resizing is passed by. Features of pictures, like keys and values, are never used after an update. It needs
-  torchvision, of which there is no build beside the CPU build of PyTorch that this project is tested with: the
-  comparison runs with its Python part alone (`tests/support/torchvision_alone`).
+- **`vllm`**, generating and as a reference, with the first three families: it gets the same numbers as a trainer's
+  tower, and not the picture, so that its own resizing is passed by. Features of pictures, like keys and values, are
+  never used after an update. It needs torchvision, of which there is no build beside the CPU build of PyTorch that this
+  project is tested with: the comparison runs with its Python part alone (`tests/support/torchvision_alone`).
 - `sglang` refuses pictures.
 
 ## What a model may demand
@@ -128,7 +137,8 @@ def merge(figures: Path) -> None:
     from tests.support.pictured import TITLES
 
     old: dict[str, Any] = {**load_families()["families"]} if FAMILIES.exists() else {}
-    found: Families = {"transformers": transformers.__version__, "families": {}}
+    sglang = load_families()["sglang"] if FAMILIES.exists() else ""
+    found: Families = {"transformers": transformers.__version__, "sglang": sglang, "families": {}}
     listed = [(name, known.title, known.model_type) for name, known in KNOWN.items()]
     listed += [(f"{kind} pictures", f"{title} with pictures", kind) for kind, title in TITLES.items()]
     for name, title, kind in listed:
@@ -140,9 +150,11 @@ def merge(figures: Path) -> None:
     for line in figures.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["kind"] == "family":
+            found["sglang"] = row.get("run", found["sglang"])
             value = {"refused": row["refused"]} if "refused" in row else short(row)
             found["families"][row["family"]]["engines"].setdefault(row["engine"], {})[row["variant"]] = value
     FAMILIES.write_text(text_of(found), encoding="utf-8")
+    load_families.cache_clear()
 
 
 def short(row: Mapping[str, Any]) -> dict[str, float]:
@@ -158,7 +170,8 @@ def text_of(content: Families) -> str:
         head = f'"title": {json.dumps(family["title"])}, "model_type": {json.dumps(family["model_type"])}'
         families.append(f'  {json.dumps(name)}: {{{head}, "engines": {{\n{engines}\n  }}}}')
     joined = ",\n".join(families)
-    return f'{{\n "transformers": {json.dumps(content["transformers"])},\n "families": {{\n{joined}\n }}\n}}\n'
+    versions = "".join(f' "{key}": {json.dumps(content[key])},\n' for key in ("transformers", "sglang"))  # type: ignore[literal-required]
+    return f'{{\n{versions} "families": {{\n{joined}\n }}\n}}\n'
 
 
 def page(content: Families) -> str:
@@ -179,7 +192,8 @@ def page(content: Families) -> str:
             for f, both in zip(families, trained, strict=True)
         ),
     )
-    return INTRODUCTION.format(version=content["transformers"], engines=engines, variants=variants)
+    versions = {"version": content["transformers"], "sglang": content["sglang"]}
+    return INTRODUCTION.format(**versions, engines=engines, variants=variants)
 
 
 def cell(entries: Iterable[Mapping[str, Any]], missing: str = "untried") -> str:

@@ -353,6 +353,13 @@ class RunConfig(Config):
         description="Compare a checksum of every bucket of weights at both ends, which reads them once more there. "
         "The first update of a run, and of a replaced generating worker, is always compared.",
     )
+    weight_update_deltas: bool = Field(
+        default=False,
+        description="Send generating workers on nodes without a trainer only the elements that a weight update "
+        "changes, where that is shorter: few in bf16 at the learning rates of RL, nearly all in fp32. Always exact: "
+        "all bytes are compared. A sending rank and every such worker keep the last update in host memory, and GPUs "
+        "of other devices get weights through it. Not with LoRA.",
+    )
 
     generate_opt_level: int = Field(
         default=1,

@@ -166,6 +166,18 @@ def check_lora(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, args.lora_target, expected, involves=involves)
 
 
+def check_deltas(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Deltas of weights have somewhere to go, and weights to be of."""
+    reasons = {
+        "actor_infer": "nothing generates" if config.actor_infer is None else "",
+        "num_nodes": "every generating worker is on the trainer's node" if config.num_nodes == 1 else "",
+        "actor_train.model_args.lora_target": "with LoRA only the adapter is sent" if config.uses_lora else "",
+    }
+    for key, reason in reasons.items() if config.weight_update_deltas else ():
+        if reason:
+            yield ConfigProblem("weight_update_deltas", True, f"false: {reason}", involves=(key,))
+
+
 def check_profiler(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Recordings are of steps, roles and ranks that there are."""
     profiler = config.profiler
@@ -193,6 +205,7 @@ RULES: tuple[Rule, ...] = (
     check_frozen,
     check_parallelism,
     check_lora,
+    check_deltas,
     check_profiler,
     check_engines,
 )

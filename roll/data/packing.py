@@ -266,12 +266,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """The sequences of a packed row; each attends causally and only to itself."""
+    """The sequences of a packed row; each attends only to itself, and causally but within ``both_ways_N``."""
 
     lengths: tuple[int, ...]
     """Tokens of each, in the row's order."""
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Sliding windows by length and width, made once per micro-batch."""
+    both_ways_N: Tensor | None = None
+    """bool: consecutive tokens that see each other, as those of a picture in some models; ``None``: there are none."""
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    """By length, or by sequence where some see both ways, and width of the window; made once per micro-batch."""
 
     borders: dict[torch.device, Tensor] = field(default_factory=dict)
     """``starts`` by device, made once per micro-batch."""
@@ -287,14 +289,26 @@ class PackedSequences:
             self.borders[device] = ends.to(device, torch.int32)
         return self.borders[device]
 
-    def window_mask(self, length: int, width: int | None, device: torch.device) -> Tensor | None:
-        """bool [1, 1, length, length]: a sliding window; ``None`` where everything before passes."""
-        if width is None or length <= width:
+    def mask(self, index: int, width: int | None, device: torch.device) -> Tensor | None:
+        """bool [1, 1, length, length] of what a sequence's tokens see; ``None`` where that is everything before them.
+
+        Args:
+            width: of a sliding window.
+        """
+        length = self.lengths[index]
+        if self.both_ways_N is None and (width is None or length <= width):
             return None
-        if (length, width) not in self.masks:
-            distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-            self.masks[length, width] = ((distance >= 0) & (distance < width))[None, None]
-        return self.masks[length, width]
+        key = (length if self.both_ways_N is None else index, width)
+        if key not in self.masks:
+            place_L = torch.arange(length, device=device)
+            distance = place_L[:, None] - place_L
+            seen = distance >= 0
+            if self.both_ways_N is not None:
+                within_L = self.both_ways_N.split(self.lengths)[index].to(device)
+                block_L = (within_L & ~torch.cat([within_L.new_zeros(1), within_L[:-1]])).cumsum(0)
+                seen |= (block_L[:, None] == block_L) & within_L[:, None] & within_L
+            self.masks[key] = (seen if width is None else seen & (distance < width))[None, None]
+        return self.masks[key]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import inspect
 import io
 import json
-import math
 import os
 import re
 import threading
@@ -22,13 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roll.data.addresses import Address, PictureError, shown
 from roll.data.columns import IntArray, Item
 from roll.data.identity import content_ids
+from roll.data.picture_forms import PatchForm, PixtralWriter, WholeForm, form_of, form_problem
 from roll.utils.foreign import describe_error
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _DATA = re.compile(r"data:(?P<kind>[^,;]*)(?P<more>[^,]*),", re.ASCII)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*", re.ASCII)
-_PROCESSORS = ("Qwen2VLImageProcessorPil",)
-"""Image processors whose pictures are one piece, as large as it comes out of one resizing."""
 DECODE_LIMIT = 2**26
 """Pixels that a picture may have before it is resized, unless something else is said."""
 _CACHED = 1024
@@ -111,7 +110,8 @@ class Pictures:
         self._loaded: Any = None
         self._lock = threading.Lock()
         self._contents = weakref.WeakKeyDictionary[Item, IntArray]()
-        self._counts = functools.lru_cache(_CACHED)(self._count)
+        self._known_text = functools.lru_cache(_CACHED)(self._written)
+        self._known_ids = functools.lru_cache(_CACHED)(self._ids_of_size)
         self._blanks = functools.lru_cache(_CACHED)(_blank)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,13 +138,23 @@ class Pictures:
 
     @property
     def token(self) -> int:
-        """The vocabulary's id in whose places the model puts a picture's features."""
-        return int(self._processor.image_token_id)
+        """The vocabulary's id of ``mark``."""
+        return int(self._processor.tokenizer.convert_tokens_to_ids(self.mark))
 
     @property
     def mark(self) -> str:
         """Text that stands for one picture in what a chat template writes."""
         return str(self._processor.image_token)
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        """Height and width of the smallest picture."""
+        return self._form.smallest
+
+    def spaced(self, text: str) -> str:
+        """What a chat template writes with the white space that the processor puts around its marks."""
+        before, _, after = self._known_text(*self.smallest)
+        return text.replace(self.mark, f"{before}{self.mark}{after}") if before or after else text
 
     def item(self, source: Any, place: str = "", reach: Reach | None = None) -> Item:
         """A picture, checked and resized.
@@ -163,9 +173,8 @@ class Pictures:
         with _placed(source, place):
             with _bounded(source, self.decode_limit, reach) as image:
                 pixels = np.asarray(_rgb(image))
-            size, chosen = self._size(*pixels.shape[:2]), self._resizer
-            chw = pixels.transpose(2, 0, 1)
-            data = chosen.resize(chw, size=chosen.size, resample=chosen.resample, factor=self._factor)
+            size = self._size(*pixels.shape[:2])
+            data = self._form.resize(pixels.transpose(2, 0, 1))
         data = np.ascontiguousarray(data.transpose(1, 2, 0))
         assert data.shape == (*size, 3) and data.dtype == np.uint8, "it has the size that was computed"
         data.flags.writeable = False
@@ -187,10 +196,10 @@ class Pictures:
     def ids(self, item: Item) -> list[int]:
         """The vocabulary's ids that the mark becomes for an item."""
         height, width, _ = item.data.shape
-        return [self.token] * self._counts(height, width)
+        return [*self._known_ids(height, width)]
 
     def content(self, item: Item) -> IntArray:
-        """``ids``, with the item's own, which are below zero, in the places of ``token``."""
+        """The item's own ids, which are below zero, each for one of ``ids``."""
         if (found := self._contents.get(item)) is None:
             found = content_ids(item, self.ids(item))
             found.flags.writeable = False
@@ -198,34 +207,29 @@ class Pictures:
         return found
 
     def inputs(self, items: Sequence[Item]) -> dict[str, np.ndarray]:
-        """What the model's forward takes for pictures, one after another.
+        """What the model's forward takes for pictures, by the names that it has for them.
 
-        ``pixel_values`` [patches, channels · times · patch²] in single precision and ``image_grid_thw`` [pictures, 3].
-        They are equal to the processor's own, which takes several times as long.
+        The numbers are equal to the processor's own, which takes several times as long.
         """
-        chosen, table_CV = self._resizer, self._table_CV
-        patch, merge, times = chosen.patch_size, chosen.merge_size, chosen.temporal_patch_size
-        grids = [(1, *(side // patch for side in item.data.shape[:2])) for item in items]
-        values = np.empty((sum(map(math.prod, grids)), 3, times, patch, patch), dtype=np.float32)
-        end = 0
-        for item, (_, high, wide) in zip(items, grids, strict=True):
-            end += high * wide
-            cells = item.data.reshape(high // merge, merge, patch, wide // merge, merge, patch, 3)
-            cells = cells.transpose(6, 0, 3, 1, 4, 2, 5).reshape(3, high * wide, patch, patch)
-            for channel, table_V in enumerate(table_CV):
-                values[end - high * wide : end, channel] = table_V[cells[channel]][:, None]
-        flat = values.reshape(len(values), math.prod(values.shape[1:]))
-        return {"pixel_values": flat, "image_grid_thw": np.array(grids, dtype=np.int64).reshape(-1, 3)}
+        return self._form.inputs([item.data for item in items], self._table_CV)
 
     def inputs_by_processor(self, items: Sequence[Item]) -> dict[str, np.ndarray]:
         """``inputs`` by the processor's own code, to compare with."""
         pixels = [item.data for item in items]
-        found = self._resizer(pixels, do_resize=False, return_tensors="np", input_data_format="channels_last")
-        return {name: np.asarray(values) for name, values in found.items()}
+        options: Any = {"return_tensors": "np", "input_data_format": "channels_last"}
+        found = self._resizer(pixels, do_resize=False, do_center_crop=False, **options)
+        return {name: np.asarray(found[name]) for name in self._form.names}
 
-    def _count(self, height: int, width: int) -> int:
-        counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
-        return int(counted["num_image_tokens"][0])
+    def _ids_of_size(self, height: int, width: int) -> tuple[int, ...]:
+        _, inside, _ = self._known_text(height, width)
+        return tuple(self._processor.tokenizer.encode(inside, add_special_tokens=False))
+
+    def _written(self, height: int, width: int) -> tuple[str, str, str]:
+        """What the processor writes for a picture of a size, and the white space before and behind it."""
+        text = str(self._processor.replace_image_token(self._form.described(height, width), 0))
+        inside = text.strip()
+        before, _, after = text.partition(inside)
+        return before, inside, after
 
     def _upright_size(self, source: Any) -> tuple[int, int]:
         """Height and width of a picture that can be decoded."""
@@ -242,13 +246,9 @@ class Pictures:
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a picture once it is resized."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-        bounds, fits = self._resizer.size, cast(Any, smart_resize)
-        given = {"factor": self._factor, "min_pixels": bounds.shortest_edge, "max_pixels": bounds.longest_edge}
         try:
-            size: tuple[int, int] = fits(height, width, **given)
-            again = fits(*size, **given)
+            size = self._form.size(height, width)
+            again = self._form.size(*size)
         except ValueError as error:
             raise PictureError(f"{width} x {height} pixels: the model's processor refuses it ({error})") from error
         if again != size:
@@ -262,9 +262,9 @@ class Pictures:
     def _resizer(self) -> Any:
         return self._processor.image_processor
 
-    @property
-    def _factor(self) -> int:
-        return int(self._resizer.patch_size * self._resizer.merge_size)
+    @functools.cached_property
+    def _form(self) -> PatchForm | WholeForm:
+        return form_of(self._processor)
 
     @functools.cached_property
     def _table_CV(self) -> np.ndarray:
@@ -286,8 +286,7 @@ class Pictures:
 
     def _load(self) -> Any:
         """The model's processor without its part for videos, which needs torchvision."""
-        from transformers import AutoImageProcessor, AutoTokenizer
-        from transformers.models.auto import processing_auto
+        from transformers import AutoImageProcessor
 
         where = f"model path {str(self.folder)!r}"
         config = _entries(self.folder / "config.json")
@@ -295,31 +294,53 @@ class Pictures:
             chosen = AutoImageProcessor.from_pretrained(self.folder, backend="pil", local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
             raise PictureError(f"{where}: no picture processor that works ({describe_error(error)})") from error
-        named = type(chosen).__name__
-        if named not in _PROCESSORS or not chosen.do_resize:
+        if problem := form_problem(chosen):
+            raise PictureError(f"{where}: its picture processor {problem}")
+        kind = str(config.get("model_type"))
+        processor = _without_videos(kind, chosen, self._tokenizer or _tokenizer_of(self.folder), self.folder)
+        if processor is None:
+            raise PictureError(f"{where}: Transformers has no processor for {kind!r}")
+        form = form_of(processor)
+        try:
+            form.set_bounds(*self._bounds)
+        except ValueError as error:
+            raise PictureError(f"{where}: {error} (image_min_pixels, image_max_pixels)") from error
+        tokenizer, wanted = processor.tokenizer, config.get("image_token_id", config.get("image_token_index"))
+        try:
+            written = processor.replace_image_token(form.described(*form.smallest), 0)
+        except TypeError as error:  # an entry is missing
             raise PictureError(
-                f"{where}: its picture processor is {named.removesuffix('Pil')}; expected one that makes one piece of "
-                f"a picture and resizes it once: {', '.join(name.removesuffix('Pil') for name in _PROCESSORS)}"
-            )
-        own = (chosen.size.shortest_edge, chosen.size.longest_edge)
-        least, most = (wanted or given for wanted, given in zip(self._bounds, own, strict=True))
-        if not least <= most:
+                f"{where}: its processor cannot write a picture ({error}), expected its entries in "
+                "processor_config.json"
+            ) from error
+        if wanted not in (ids := tokenizer.encode(written, add_special_tokens=False)):
             raise PictureError(
-                f"{where}: pictures of {least:,} to {most:,} pixels (image_min_pixels, image_max_pixels)"
+                f"{where}: for a picture its processor writes {written!r}, {ids}; expected {wanted} in it"
             )
-        chosen.size = type(chosen.size)(shortest_edge=least, longest_edge=most)
-        name = processing_auto.PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
-        if name is None:
-            raise PictureError(f"{where}: Transformers has no processor for {config.get('model_type')!r}")
-        kind = processing_auto.processor_class_from_name(name)
-        still = type(name, (kind,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
-        if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        processor = still(image_processor=chosen, tokenizer=self._tokenizer)
-        token, wanted = processor.image_token_id, config.get("image_token_id")
-        if token != wanted:
-            raise PictureError(f"{where}: the tokenizer's {processor.image_token} is {token}, the model's {wanted}")
         return processor
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return found
+
+
+def _without_videos(kind: str, chosen: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Any:
+    """A family's processor without its part for videos, which needs torchvision; ``None``: it has none."""
+    from transformers.models.auto import processing_auto
+
+    name = processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)
+    if name is None:
+        return None
+    is_pixtral = name == "PixtralProcessor"
+    of_family: Any = PixtralWriter if is_pixtral else processing_auto.processor_class_from_name(name)
+    still = type(name, (of_family,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
+    parts: dict[str, Any] = {"image_processor": chosen, "tokenizer": tokenizer}
+    stated = _entries(folder / "processor_config.json")
+    taken = inspect.signature(of_family.__init__).parameters.keys() & stated.keys() - {*parts, "video_processor"}
+    return still(**parts, **{key: stated[key] for key in taken})
 
 
 def unresized(source: Any) -> Item:

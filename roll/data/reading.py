@@ -147,11 +147,12 @@ class Reading:
         return [found[index] for index in np.sort(generator.permutation(len(found))[:wanted])]
 
     def require(self, samples: Sequence[object]) -> None:
-        """Fetches pictures, then raises all that was wrong, or that nothing is left.
+        """Raises all that was wrong, or that nothing is left; fetches pictures of rows that are right otherwise.
 
         Raises:
             DataError: by file and line.
         """
+        self.problems.raise_any()
         if self.head is None and self._elsewhere:
             found = fetch_all(address for *_, address in self._elsewhere)
             for place, inside, address in self._elsewhere:

@@ -492,7 +492,8 @@ class ChatRenderer:
         conversation: Sequence[Message] = messages
         if tools or not all(map(_is_plain, messages)):
             conversation, tools = self._with_tools(messages, tools)
-        return self._render(conversation, tools, open_assistant=open_assistant)
+        text = self._render(conversation, tools, open_assistant=open_assistant)
+        return self.pictures.spaced(text) if self.pictures is not None and any(map(_items, messages)) else text
 
     def between_tokens(self, text: str) -> list[str]:
         """The pieces of a text of ``text`` between control tokens."""

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from roll.models.heads import text_modules
 
 if TYPE_CHECKING:
@@ -109,6 +111,27 @@ def freeze_towers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if id(parameter) not in own:
             parameter.requires_grad_(False)
+
+
+def freeze_unseen(model: PreTrainedModel) -> None:
+    """Makes what stands behind the layer of a tower whose output is taken (``vision_feature_layer``) need no gradient.
+
+    Pictures give it none, but weight decay would change it.
+    """
+    taken = getattr(model.config, "vision_feature_layer", None)
+    if taken is None:
+        return
+    tower = model.base_model.get_submodule("vision_tower")
+    layers = max((each for each in tower.modules() if isinstance(each, nn.ModuleList)), key=len)
+    # Outputs are counted from that of the embeddings.
+    ends = [index % (len(layers) + 1) for index in ([taken] if isinstance(taken, int) else taken)]
+    behind = list(layers[max(ends) :])
+    for part in tower.modules():
+        children = list(part.children())
+        place = next((n for n, child in enumerate(children) if any(each is layers for each in child.modules())), None)
+        behind += [] if place is None or part is layers else children[place + 1 :]
+    for module in behind:
+        module.requires_grad_(False)
 
 
 def whole_name(model: PreTrainedModel, name: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.models.low_precision import LowPrecision, scheme_of
-from roll.models.pictures import WHOLE
+from roll.models.pictures import FAMILIES
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 from roll.utils.foreign import describe_error
@@ -316,10 +316,13 @@ def _kind(head: Head, config: PreTrainedConfig, pictures: bool) -> Any:
     A trunk has the tower for pictures in any case, and so have the models of families without a class for text alone.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if head != "lm":
         return AutoModel
-    return AutoModelForImageTextToText if pictures or config.model_type in WHOLE else AutoModelForCausalLM
+    if config.model_type in FAMILIES and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return AutoModelForImageTextToText if pictures else AutoModelForCausalLM
 
 
 def _without_values(

@@ -122,6 +122,8 @@ class Families(TypedDict):
     """The file."""
 
     transformers: str
+    sglang: str
+    """When its figures were measured, and with which version."""
     families: dict[str, Family]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ LAYOUTS = ("padded", "packed", "shared", "padded, replayed", "packed, replayed",
 """Of a micro-batch, and whether its experts are given."""
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Row:
     """A sequence up to its last token to compare."""
 
     tokens: Tensor
@@ -242,7 +243,8 @@ def named_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _rows(batch: Batch) -> list[Row]:
-    """``CHECKED_ROWS`` sequences, the shortest; not the first of a row, as nothing comes before it.
+    """``CHECKED_ROWS`` sequences, the shortest, one with pictures among them; not the first of a row, as nothing comes
+    before it.
 
     So that ranks which share a model's weights keep step, there are always so many: some without a loss token.
     """
@@ -255,10 +257,12 @@ def _rows(batch: Batch) -> list[Row]:
         if len(loss_K):
             found.append(_row(batch, tokens[: int(loss_K[-1]) + 1]))
     found = sorted(found[1:], key=lambda one: len(one.tokens)) or found
+    with_pictures = [one for one in found if bool((one.batch.tokens_T < 0).any())][:1]
+    found = [*with_pictures, *(one for one in found if one not in with_pictures)]
     blank = _row(batch, batch.token_index([0])[:2])
     nothing = {"tokens_T": vocabulary_ids(blank.batch.tokens_T), "items_I": None}
     nothing["loss_mask_T"] = torch.zeros(len(blank.tokens), dtype=torch.bool)
-    blank = blank._replace(batch=blank.batch.replace(**nothing))
+    blank = replace(blank, batch=blank.batch.replace(**nothing))
     return [*found, *[blank] * CHECKED_ROWS][:CHECKED_ROWS]
 
 

@@ -10,6 +10,7 @@ time, height and width, 4 its place in the sequence before them.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch
-from roll.data.columns import IntArray, Item
-from roll.data.identity import items_along, spans_along
+from roll.data.columns import BoolArray, IntArray, Item
+from roll.data.identity import items_along, spans_along, vocabulary_ids
 from roll.data.packing import ModelInput
 from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 
@@ -29,18 +30,23 @@ if TYPE_CHECKING:
 
     from roll.data.pictures import Pictures
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-"""Values of ``model_type`` that ``tests/parity/test_pictures.py`` has compared with plain Transformers."""
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "glm4v", "gemma3", "mistral3")
+"""Values of ``model_type`` that ``tests/parity/test_pictures.py`` has compared with plain Transformers.
+
+What a family wants of a picture, its class says by the arguments that it has, and its processor by what it writes."""
+TOWERS = {"llava": "clip_vision_model"}
+"""Of families whose towers are of several kinds, the one that was compared."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
-WHOLE = ("qwen2_5_vl", "qwen3_vl")
-"""Those of them that Transformers has no class without a tower for."""
 
 
 def pictures_problem(config: PreTrainedConfig) -> str:
     """Why a model is not given pictures, in words that follow its name; empty if it is."""
     if config.model_type in FAMILIES:
-        return ""
+        seen, compared = config.vision_config.model_type, TOWERS.get(config.model_type)
+        if compared in (None, seen):
+            return ""
+        return f"has been compared with plain Transformers with a {compared} alone, not with a {seen}"
     return f"has not been compared with plain Transformers on pictures; expected one of {', '.join(FAMILIES)}"
 
 
@@ -76,16 +82,28 @@ class Tower:
         self._trunk: Any = model.base_model
         self._pictures = pictures
         self._apart = apart
-        eyes = model.config.vision_config
-        side = eyes.patch_size * eyes.spatial_merge_size
-        self._merged = eyes.spatial_merge_size**2
-        self._blank = Item(np.zeros((side, side, 3), dtype=np.uint8))
+        self._blank = Item(np.zeros((*pictures.smallest, 3), dtype=np.uint8))
         self._token = model.config.image_token_id
+        self.has_positions = hasattr(self._trunk, "get_rope_index")
+        """A picture's tokens have positions in height and width."""
+        taken = inspect.signature(self._trunk.forward).parameters.keys()
+        self._kinds = [name for name in ("mm_token_type_ids", "token_type_ids") if name in taken]
+        """What the model's forward calls the marks of pictures' tokens, if it wants them."""
+        self.both_ways = "token_type_ids" in taken
+        """A picture's tokens see each other, those behind them too."""
+        kernel = model.config.get_text_config()._attn_implementation
+        if self.both_ways and "flash" in (kernel or ""):
+            raise ValueError(
+                f"attn_implementation: got {kernel}, expected auto, sdpa or eager: a picture's tokens see each other "
+                f"both ways in {model.config.model_type}, which it leaves out"
+            )
         self._begin = functools.lru_cache(_KNOWN_POSITIONS)(self._own_positions)
         self.observer: Callable[[Sequence[Mapping[str, Tensor]], Sequence[Tensor]], None] | None = None
         """Is told what the tower was given, and the features that it has made, in their places."""
         self._cells_RC: Tensor | None = None
-        self._own_cells: Any = self._trunk.get_placeholder_mask
+        own_cells: Any = self._trunk.get_placeholder_mask
+        self._own_cells = own_cells
+        self._knows_videos = "video_features" in inspect.signature(own_cells).parameters
         self._trunk.get_placeholder_mask = self._find_cells  # type: ignore[assignment]
 
     def of_batch(self, inputs: ModelInput) -> PictureInput:
@@ -117,24 +135,24 @@ class Tower:
             ValueError: a sequence has content of none of its pictures, or a picture more or fewer tokens than features.
         """
         found = [spans_along(ids, items) for ids, items in rows]
-        places: dict[int, tuple[Item, int]] = {}
+        places: dict[int, Item] = {}
         start, cells = 0, cell_T.tolist()
         for (ids, _), along in zip(rows, found, strict=True):
             for place, size, item in along:
-                places[cells[start + place]] = item, size
+                self._check_size(item, int(self._shows(ids[place : place + size]).sum()))
+                places[cells[start + place]] = item
             start += len(ids)
         shown = [places[cell] for cell in sorted(places)]
-        numbers = {item: number for number, item in enumerate(dict.fromkeys(item for item, _ in shown))}
+        numbers = {item: number for number, item in enumerate(dict.fromkeys(shown))}
         # A rank without a picture would wait for the others, whose towers gather their weights: it looks at a blank.
         items = list(numbers) or [self._blank]
         values = [self._values([item]) for item in items] if self._apart else [self._values(items)]
         ids_T = np.concatenate([ids for ids, _ in rows]) if rows else np.zeros(0, dtype=np.int64)
         cells_N = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
-        cells_N[cell_T[torch.from_numpy(ids_T < 0)]] = True
+        cells_N[cell_T[torch.from_numpy(self._shows(ids_T))]] = True
         positions = None
-        if places:
+        if places and self.has_positions:
             grids = torch.cat([each["image_grid_thw"] for each in values])
-            self._check_sizes(shown, grids[[numbers[item] for item, _ in shown]])
             positions_3T = self._positions(rows, found, lambda item: grids[numbers[item]])
             positions_3N = torch.zeros(3, cells_N.numel(), dtype=torch.int64)
             positions_3N[:, cell_T] = positions_3T
@@ -142,28 +160,40 @@ class Tower:
             positions = torch.cat([own_RC[None], positions_3N.view(3, *shape)])
         return PictureInput(
             values,
-            [numbers[item] for item, _ in shown],
+            [numbers[item] for item in shown],
             cells_N.view(*shape),
             positions,
         )
 
     def see(self, pictures: PictureInput) -> dict[str, Any]:
-        """Arguments of the trunk's next forward pass: features, computed here, and positions."""
+        """Arguments of the trunk's next forward pass: features, computed here, and positions.
+
+        Raises:
+            ValueError: the tower makes more or fewer features than pictures have tokens.
+        """
         device = self._trunk.device
         outputs = [
             self._trunk.get_image_features(**{name: x.to(device) for name, x in each.items()}, return_dict=True)
             for each in pictures.values
         ]
         output = outputs[0]
-        output.pooler_output = _in_places([x for each in outputs for x in each.pooler_output], pictures)
+        features = _in_places([x for each in outputs for x in each.pooler_output], pictures)
+        if (made := sum(map(len, features))) != (cells := int(pictures.cells_RC.sum())):
+            raise ValueError(
+                f"the tower makes {made} features of pictures that have {cells} tokens: the entries of the picture "
+                "processor and config.json do not fit; expected those that were published together"
+            )
+        output.pooler_output = torch.cat(features) if isinstance(output.pooler_output, Tensor) else features
         if "deepstack_features" in output:
             layers = zip(*(each.deepstack_features for each in outputs), strict=True)
             output.deepstack_features = [_in_places([x for part in layer for x in part], pictures) for layer in layers]
         if self.observer is not None:
-            self.observer(pictures.values, output.pooler_output)
+            self.observer(pictures.values, features)
         self._cells_RC = pictures.cells_RC.to(device)
         positions = pictures.positions_4RC
         arguments = {} if positions is None else {"position_ids": positions.to(device)}
+        if self.both_ways:
+            arguments["token_type_ids"] = self._cells_RC.int()
         return {"mm_encoder_outputs": {"image": output}, **arguments}
 
     def ahead(self, pictures: PictureInput, cell: int) -> int:
@@ -187,26 +217,30 @@ class Tower:
             along = items_along(row.tokens_T, [Item(item.data) for item in items])  # hashed again
         except ValueError as error:
             raise ValueError(f"pixels have changed since a row's ids were made of them: {error}") from error
-        kinds = (row.tokens_T < 0).int()[None]
+        cells_RC = torch.from_numpy(self._shows(row.tokens_T.numpy()))[None]
+        kinds = dict.fromkeys(self._kinds, cells_RC.int())
         if not along:
-            self._cells_RC = torch.zeros_like(kinds, dtype=torch.bool, device=self._trunk.device)
-            return self._values([self._blank]) | {"mm_token_type_ids": kinds}
+            self._cells_RC = cells_RC.to(self._trunk.device)
+            return self._values([self._blank]) | kinds
         shown = [item for _, item in along]
         values = {name: torch.from_numpy(x) for name, x in self._pictures.inputs_by_processor(shown).items()}
         for name, found in self._values(shown).items():
             if not torch.equal(found, values[name]):
                 raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
-        return values | {"mm_token_type_ids": kinds}
+        return values | kinds
 
-    def _check_sizes(self, shown: Sequence[tuple[Item, int]], grids: Tensor) -> None:
-        features = grids.prod(1) // self._merged
-        for (item, size), expected in zip(shown, features.tolist(), strict=True):
-            if size != expected:
-                high, wide, _ = item.data.shape
-                raise ValueError(
-                    f"a picture of {wide} x {high} pixels: got {size} tokens in its row, expected {expected}, as many "
-                    "as the tower makes features of it"
-                )
+    def _shows(self, ids: IntArray) -> BoolArray:
+        """The ids in whose places the model puts a picture's features."""
+        shown: BoolArray = (ids < 0) & (vocabulary_ids(ids) == self._token)
+        return shown
+
+    def _check_size(self, item: Item, size: int) -> None:
+        if size != (expected := self._pictures.ids(item).count(self._token)):
+            high, wide, _ = item.data.shape
+            raise ValueError(
+                f"a picture of {wide} x {high} pixels: got {size} tokens in its row, expected {expected}, as many "
+                "as the tower makes features of it"
+            )
 
     def _values(self, items: Sequence[Item]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(values) for name, values in self._pictures.inputs(items).items()}
@@ -218,7 +252,8 @@ class Tower:
             if not along:
                 parts.append(torch.arange(len(ids)).expand(3, -1))
                 continue
-            head = ids[: int(np.flatnonzero(ids < 0)[-1]) + 1] < 0
+            shows = self._shows(ids)
+            head = shows[: int(np.flatnonzero(shows)[-1]) + 1]
             head_3L = self._begin(head.tobytes(), tuple(tuple(grid_of(item).tolist()) for *_, item in along))
             rest = torch.arange(len(ids) - len(head)) + int(head_3L.max()) + 1
             parts += [head_3L, rest.expand(3, -1)]
@@ -235,13 +270,13 @@ class Tower:
         positions: Tensor = self._trunk.get_rope_index(ids, kinds, image_grid_thw=sizes)[0][:, 0]
         return positions
 
-    def _find_cells(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _find_cells(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's own, which takes each token of a number for a picture's: a policy may sample it."""
         cells_RC, self._cells_RC = self._cells_RC, None
         if cells_RC is None:
-            own: tuple[Tensor, Tensor] = self._own_cells(*args, **kwargs)
-            return own
-        return cells_RC[..., None], torch.zeros_like(cells_RC)[..., None]
+            return self._own_cells(*args, **kwargs)
+        cells = cells_RC[..., None]
+        return (cells, torch.zeros_like(cells)) if self._knows_videos else cells
 
 
 def tower_of(model: PreTrainedModel, path: str, *, apart: bool = False) -> Tower:

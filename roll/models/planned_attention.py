@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.data.packing import AttentionPlan, PackedSequences
+from roll.models.heads import text_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +82,7 @@ def takes_arguments(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     names = set(model._no_split_modules or ())
-    layers = {type(module) for module in model.modules() if type(module).__name__ in names}
+    layers = {type(module) for module in text_modules(model) if type(module).__name__ in names}
     return (
         bool(getattr(model, "_supports_attention_backend", False))
         and kinds <= LAYER_KINDS
@@ -127,7 +128,7 @@ def _attention(
 
     if not isinstance(attention_plan, PackedSequences):
         return _by_block(query, key, value, attention_plan, attend), None
-    if _takes_one_call(query, value):
+    if attention_plan.both_ways_N is None and _takes_one_call(query, value):
         return _in_one_call(query, key, value, attention_plan, kwargs), None
     return _by_sequence(query, key, value, attention_plan, kwargs.get("sliding_window"), attend), None
 
@@ -210,8 +211,9 @@ def _by_sequence(
         attend: attention of one sequence; the mask (``None``: causal) is bool [1, 1, tokens, tokens].
     """
     results = []
-    for q, k, v in zip(*(states.split(plan.lengths, dim=2) for states in (query, key, value)), strict=True):
-        results.append(attend(q, k, v, plan.window_mask(q.shape[2], window, q.device)))
+    parts = zip(*(states.split(plan.lengths, dim=2) for states in (query, key, value)), strict=True)
+    for index, (q, k, v) in enumerate(parts):
+        results.append(attend(q, k, v, plan.mask(index, window, q.device)))
     return torch.cat(results, dim=1)
 
 

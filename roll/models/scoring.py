@@ -131,6 +131,9 @@ class TokenScorer(nn.Module):
         self.state_layers.set_borders(attention)
         if isinstance(attention, PackedSequences) and not self._takes_plans:
             attention = None  # the positions tell the model
+        if isinstance(attention, PackedSequences) and self.tower is not None and self.tower.both_ways:
+            assert pictures is not None
+            attention = PackedSequences(attention.lengths, pictures.cells_RC[0])
         if self.routing is not None:
             self.routing.replay(experts_NE)
         device = input_ids_RC.device

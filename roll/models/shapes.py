@@ -323,9 +323,9 @@ class TowerShape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> TowerShape | None:
-        """That in a ``config.json``; ``None``: there is none of the three families that are known."""
-        kind, eyes = config.get("model_type"), config.get("vision_config") or {}
-        if kind not in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+        """That in a ``config.json``; ``None``: there is none of Qwen's families."""
+        kind, eyes = str(config.get("model_type")), config.get("vision_config") or {}
+        if kind not in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"):
             return None
         h, inner, depth, out = (eyes[key] for key in ("hidden_size", "intermediate_size", "depth", "out_hidden_size"))
         patch, merged, times = (eyes[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
@@ -341,7 +341,7 @@ class TowerShape:
         else:
             embedding, more = seen + h, eyes["num_position_embeddings"] * h
             block = attention + 2 * h * inner + inner + h + 4 * h
-            deep = len(eyes.get("deepstack_visual_indexes") or ()) if kind == "qwen3_vl" else 0
+            deep = len(eyes.get("deepstack_visual_indexes") or ()) if kind.startswith("qwen3_vl") else 0
             projectors = projector + 2 * h + deep * (projector + 2 * wide)
         total = embedding + more + depth * block + projectors
         return TowerShape(total, embedding, block, projectors, h, depth, patch, merged, times)

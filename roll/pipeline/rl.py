@@ -95,7 +95,7 @@ class RLPipeline(GroupRules, TrainingLoop):
         with phase("rollout") as span:
             batch, metrics = self.rollout(step)
             self.utilisation.generated(span, self.taken.sampled_tokens, beside=overlap is not None)
-        metrics |= self.roles.offload_manager.memory("rollout")
+        metrics |= self.roles.offload_manager.memory("rollout") | self.roles.rollout_replicas.take_update_metrics()
         if batch is None:
             with self.signals.deferred(), self.update(step):
                 self.commit()

@@ -108,7 +108,12 @@ class Replicas:
             check=self._config.check_weight_update,
             adapter_only=self._context.lora is not None,
             trains_between=trains_between,
+            deltas=self._config.weight_update_deltas,
         )
+
+    def take_update_metrics(self) -> dict[str, float]:
+        """See ``WeightSync.take_metrics``."""
+        return self._weights.take_metrics()
 
     @property
     def version(self) -> int:

@@ -160,7 +160,7 @@ class TrainWorker(ScoreWorker):
             WeightTransferError: a receiver refused the update.
             RpcTimeoutError: a receiver gave no answer in time.
         """
-        if self._sender is not None:
+        if self._sender is not None and not (order.deltas and order.keeper == self.context.rank):
             self._sender.forget(order)
         export = getattr(self.strategy, "export_adapter" if order.payload == "adapter" else "export_weights")
         buckets: Iterator[WeightBucket] = export(order.bucket_bytes, tuple(order.receivers), check=order.check)

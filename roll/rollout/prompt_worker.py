@@ -11,14 +11,14 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from roll.agentic.env.base import Observation, StepResult, step_result
 from roll.configs.agent import AgentConfig
 from roll.configs.env import CustomEnvConfig
 from roll.configs.rlvr import UserConfig
 from roll.configs.tools import ToolsConfig
-from roll.data.columns import IntArray
+from roll.data.columns import IntArray, Item
 from roll.data.pictures import PictureError, Pictures
 from roll.data.prompts import Prompt, PromptSampler
 from roll.data.questions import CONVERSATION
@@ -72,7 +72,7 @@ class PromptEnv:
         self._completion: Completion | None = None
         self.heard = in_words(prompt.messages)
         """The conversation that the answer ends, with ``<image>`` for a picture."""
-        self._pictures = tuple(sources_in(prompt.messages))
+        self._pictures = tuple(cast("list[Item]", sources_in(prompt.messages)))
 
     def watch(self, generate: GenerateFn) -> GenerateFn:
         """The same ``generate``, noting how long the answer was and why it ended."""

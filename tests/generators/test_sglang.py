@@ -3,14 +3,19 @@
 import asyncio
 import importlib.util
 import os
+import re
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
 from roll.configs.engines.sglang import CARD, OWNED_OPTIONS, SglangConfig
 from roll.data.requests import GenerateRequest, SamplingParams
@@ -36,6 +41,7 @@ from tests.support.contract import (
     requests_of,
     weights_of,
 )
+from tests.support.probe_pair import Pair, exchange, started, to_int8
 
 SGLANG = OPTIONS.get("sglang", {})
 if "sglang" not in os.environ.get("ROLL_GENERATORS", "sglang").split(","):
@@ -188,3 +194,120 @@ def assert_gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
     while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+Q1 = Q.replace("0", "1")
+FAULTS = Path(__file__).parents[1] / "support" / "sglang_faults.py"
+"""Not imported: it prepares its process for SGLang."""
+
+
+@pytest.fixture(scope="module")
+def faulty(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Path]]:
+    """A pair whose engine has the fault that is named in a file."""
+    root = tmp_path_factory.mktemp("faulty")
+    python = Path(SGLANG.get("python_executable", sys.executable))
+    (root / "bin").mkdir()
+    (root / "lib").symlink_to(python.parent.parent / "lib")
+    started_by = root / "bin" / "python"
+    started_by.write_text(f'#!/bin/sh\nexec {python} -P {FAULTS} "$3"\n')
+    started_by.chmod(0o755)
+    planted = root / "planted"
+    planted.write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLL_PLANTED", str(planted))
+        pair = started("sglang", Path(model_path("tied", 0)), options={"python_executable": str(started_by)})
+    yield pair, planted
+    pair.generator.shutdown()
+
+
+def stale(tensors: dict[str, Tensor]) -> None:
+    weight = tensors[Q]
+    weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+
+
+SPOILED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "swapped": (lambda tensors: exchange(tensors[Q], tensors[Q1]), f"{Q} has the values of {Q1}"),
+    "stale": (stale, "of its size away, as if an update had not reached it"),
+    "transposed": (lambda tensors: tensors[Q].copy_(tensors[Q].T.clone()), f"{Q} is transposed"),
+    "quantised": (lambda tensors: to_int8(tensors[Q]), f"{Q} is rounded to int8"),
+    "number format": (
+        lambda tensors: tensors[Q].copy_(tensors[Q].to(torch.float8_e4m3fn).float()),
+        f"{Q} is rounded to float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_probe_names_a_wrong_tensor(faulty, monkeypatch, fault):
+    pair, _ = faulty
+    spoil, words = SPOILED[fault]
+    monkeypatch.setattr(pair, "spoil", spoil)
+    pair.update()
+    assert words in pair.causes()[0]
+    monkeypatch.undo()
+    pair.update()
+    assert pair.difference()[0] < 1e-4, "a right pair"
+
+
+def test_a_probe_names_right_bytes_under_wrong_names(faulty, monkeypatch):
+    pair, _ = faulty
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    monkeypatch.setattr(
+        pair, "rename", lambda name: re.sub("gate_proj|up_proj", lambda m: swap[m[0]], name) if "s.1." in name else name
+    )
+    pair.update()
+    assert "gate_proj.weight has the values of model.layers.1.mlp.up_proj.weight" in pair.causes()[0]
+    monkeypatch.undo()
+    pair.update()
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "words"),
+    [
+        ("hotter", {}, "temperature: both agree where the generator is asked for 0.57"),
+        ("cut", {}, "a cut distribution"),
+        ("cut by top-p", {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        ("old keys and values", {}, "keys and values of old weights"),
+        ("rope", {}, "layers: they part in model.layers.0"),
+        ("tied weight apart", {}, "is tied to another tensor in the trainer"),
+        ("final soft cap", {}, "part behind them"),
+    ],
+)
+def test_a_probe_names_what_the_engine_does_otherwise(faulty, monkeypatch, fault, changes, words):
+    pair, planted = faulty
+    monkeypatch.setattr(pair, "request", replace(pair.request, params=replace(pair.request.params, **changes)))
+    assert not pair.causes()
+    planted.write_text(fault)
+    with torch.no_grad():
+        for parameter in pair.trainer.weights.scorer.model.parameters():
+            parameter *= 1.01
+    pair.update()
+    causes = pair.causes()
+    planted.write_text("")
+    pair.update()
+    assert words in " ".join(causes), causes
+
+
+@pytest.mark.slow  # an engine of its own for each
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("experts", "experts.1.down_proj.weight has the values of model.layers.0.mlp.experts.0.down_proj.weight"),
+        ("untied", "q_proj.weight is without the adapter"),
+    ],
+)
+def test_a_probe_names_experts_and_adapters(model_path, family, words):
+    lora = LORA if family == "untied" else None
+    pair = started("sglang", Path(model_path(family, 0)), lora, SGLANG)
+    try:
+        assert not pair.causes()
+        if lora is None:
+            names = [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (0, 1)]
+            pair.spoil = lambda tensors: exchange(*(tensors[name] for name in names))
+            pair.update()
+        else:  # the base again, without the adapter
+            asyncio.run(pair.generator.update_weights(buckets_of(weights_of(load(model_path(family, 0)))), 1))
+        assert words in pair.causes()[0]
+    finally:
+        pair.generator.shutdown()

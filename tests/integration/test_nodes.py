@@ -59,7 +59,12 @@ def said(process: subprocess.Popen[str], order: str = "") -> str:
 @pytest.mark.timeout(600)
 def test_a_run_outlives_a_node_that_generates_and_after_one_that_trains_goes_on_with_fewer_ranks(rlvr, machines):
     address, steps = said(machines), (f"max_steps={STEPS}", "max_worker_restarts=2")
-    layout = ("num_nodes=3", "actor_train.device_mapping=[0,2]", "actor_infer.device_mapping=[1,4]")
+    layout = (
+        "num_nodes=3",
+        "actor_train.device_mapping=[0,2]",
+        "actor_infer.device_mapping=[1,4]",
+        "weight_update_deltas=true",
+    )
     layout += ("actor_train.training_args.per_device_train_batch_size=4",)  # of two ranks
     orders = ("hold-actor_infer-1-generate-1", "hold-actor_train-1-train-2")
     run = rlvr(*steps, *layout, address=address, orders=orders)
@@ -71,6 +76,7 @@ def test_a_run_outlives_a_node_that_generates_and_after_one_that_trains_goes_on_
     assert f"{generates}) is gone" in run.output and "actor_infer goes on with 1 of 2 workers" in run.output
     assert "actor_train rank 1 died" in run.output and f"on node {trains} is gone" in run.output.replace("\n", " ")
     assert run.checkpoint(1).exists()
+    assert run.metrics[1]["weight_update/sent_share"] == 1, "the first update"
     assert run.summary["steps"] == 1
 
     said(machines, "another")

@@ -94,15 +94,22 @@ class Generator(InferWorker):
             return dataclasses.replace(reply, digest="0" * 32)
         return reply
 
+    async def weights(self) -> dict[str, np.ndarray]:
+        return {name: as_bytes(tensor) for name, tensor in self.strategy._model.state_dict().items()}
+
     async def greedy(self) -> Completion:
         params = SamplingParams(max_new_tokens=6, temperature=0.0)
         return await self.strategy.generate(GenerateRequest("it", PROMPT, params))
 
 
-def context(model: Path, role: str, strategy: str) -> StrategyContext:
+def as_bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
+
+
+def context(model: Path, role: str, strategy: str, dtype: str = "fp32", rate: float = 1e-2) -> StrategyContext:
     section = {
-        "model_args": {"dtype": "fp32", "attn_implementation": "sdpa"},
-        "training_args": {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "per_device_train_batch_size": 4},
+        "model_args": {"dtype": dtype, "attn_implementation": "sdpa"},
+        "training_args": {"learning_rate": rate, "lr_scheduler_type": "constant", "per_device_train_batch_size": 4},
         "strategy_args": {"strategy_name": strategy},
     }
     return StrategyContext(WorkerConfig.model_validate(section), role, str(model), sequence_length=64)
@@ -134,7 +141,9 @@ def clusters(model: Path) -> Iterator[tuple[Cluster, Cluster]]:
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Route:
     """Every route that a CPU has; the driver is made to believe that the workers' places ask for it."""
 
-    def from_rank_0(plan: object, trainers: object, receivers: Sequence[WorkerSlot]) -> dict[int, dict[int, Link]]:
+    def from_rank_0(
+        plan: object, trainers: object, receivers: Sequence[WorkerSlot], **_: bool
+    ) -> dict[int, dict[int, Link]]:
         return {0: {slot.rank: Link(request.param, None) for slot in receivers}}
 
     monkeypatch.setattr(sync, "plan_routes", from_rank_0)
@@ -183,11 +192,11 @@ def test_each_rank_serves_those_that_are_near_it(clusters, model, monkeypatch):
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
     for version, route in ((30, Route.SHARED_MEMORY), (31, Route.COLLECTIVE)):
         link = Link(route, None)
-        monkeypatch.setattr(sync, "plan_routes", lambda *_, link=link: {0: {1: link}, 1: {0: link}})
+        monkeypatch.setattr(sync, "plan_routes", lambda *_, link=link, **options: {0: {1: link}, 1: {0: link}})
         trainer.call("learn", version)
         updates.sync(version)
         assert_serves(generator, model, trainer.call("weights")[0], version)
-    monkeypatch.setattr(sync, "plan_routes", lambda *_: {1: {0: link, 1: link}})
+    monkeypatch.setattr(sync, "plan_routes", lambda *_, **options: {1: {0: link, 1: link}})
     updates.sync(32)
     assert_serves(generator, model, trainer.call("weights")[0], 32)
 
@@ -290,6 +299,34 @@ def test_little_stays_behind(clusters):
     while used() >= total / 2:
         assert time.monotonic() < deadline, "the weights of an update stay in the object store"
         time.sleep(0.1)
+
+
+def test_deltas_lead_to_the_same_bits_and_tokens_as_whole_updates(clusters, model, monkeypatch):
+    trainer, generator = clusters
+    ModelCluster(trainer).setup(context(model, "actor_train", "fsdp2_train", "bf16", 1e-5))
+    infer = context(model, "actor_infer", "hf_infer", "bf16")
+    generator.call("setup", infer)
+    near, far = Link(Route.SHARED_MEMORY, None), Link(Route.COLLECTIVE, None)
+    monkeypatch.setattr(sync, "plan_routes", lambda *_, deltas: {0: {0: far, 1: near}})
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, deltas=True)
+
+    def assert_equal() -> float:
+        by_delta, whole = generator.call("weights")
+        assert by_delta.keys() == whole.keys() and all(np.array_equal(by_delta[name], whole[name]) for name in whole)
+        one, other = generator.call("greedy")
+        assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
+        return updates.take_metrics()["weight_update/sent_share"]
+
+    shares = []
+    for version in range(3):
+        trainer.call("learn", version)
+        updates.sync(version)
+        shares.append(assert_equal())
+    assert shares[0] == 1 and max(shares[1:]) < 0.5
+    generator.restart(0)
+    generator.call_rank(0, "setup", infer)
+    updates.restore(0)
+    assert assert_equal() == 1
 
 
 def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(clusters, model):

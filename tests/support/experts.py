@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch
+from tests.support.pictured import unmodified
 
 
 @contextmanager
@@ -51,7 +52,11 @@ def chosen_experts(model: Any, batch: Batch) -> Tensor | None:
     rows = []
     for row in range(batch.num_sequences):
         found.clear()
-        model(batch.select([row]).tokens_T[None], use_cache=False)
+        one = batch.select([row])
+        arguments = (
+            {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one, model.config.model_type)
+        )
+        model(**arguments, use_cache=False)
         rows.append(torch.cat(found, dim=1))
     for hook in hooks:
         hook.remove()

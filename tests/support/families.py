@@ -160,6 +160,9 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
         "use_mamba_kernels": False,
     },
+    "glm4v_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    },
     "qwen2_5_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     },

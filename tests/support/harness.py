@@ -40,7 +40,7 @@ from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.experts import chosen_experts, given_experts
-from tests.support.pictured import make_pictured, make_pictured_groups, unmodified
+from tests.support.pictured import TITLES, make_pictured, make_pictured_groups, unmodified
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 from tests.support.sizes import sizes
 
@@ -357,7 +357,9 @@ def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]
     for row in range(batch.num_sequences):
         one = batch.select([row])
         with given_experts(model, one), _Exact():
-            arguments = {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one)
+            arguments = (
+                {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one, model.config.model_type)
+            )
             logits = model(**arguments, use_cache=False).logits[0]
         yield row, one, _among_kept(logits / TEMPERATURE, one).log_softmax(-1)
 
@@ -420,6 +422,16 @@ def make_routed_groups(step: int) -> Batch:
         size, first = cuts[row // 3], starts[row // 3 * 3]
         experts_TE[start : start + size] = experts_TE[first : first + size]
     return batch.replace(experts_TE=experts_TE.short())
+
+
+def make_routed_pictured(step: int, family: str) -> Batch:
+    """``make_pictured`` with two of four experts for each token and layer; one sequence is left to the routers."""
+    batch, generator = make_pictured(step, family), torch.Generator().manual_seed(900 + step)
+    experts_TE = torch.rand(batch.num_tokens, 2, 4, generator=generator).argsort(-1)[..., :2].flatten(1)
+    first, second = batch.offsets_B[1:3].tolist()
+    prompt = int(batch.loss_mask_T[first:second].nonzero()[0])
+    experts_TE[second : second + prompt] = experts_TE[first : first + prompt]
+    return batch.replace(experts_TE=experts_TE.masked_fill((batch.rows_T == 4)[:, None], -1).short())
 
 
 def make_preferences(step: int) -> Batch:
@@ -624,15 +636,16 @@ def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
 
 
 TASKS = {
-    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy", pictures=name.startswith("pictured"))
+    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy", pictures="pictured" in name)
     for name, batch in (
         ("policy", make_batch),
         ("grouped", make_groups),
         ("kept", make_kept),
         ("routed", make_routed),
         ("routed-groups", make_routed_groups),
-        ("pictured", make_pictured),
-        ("pictured-groups", make_pictured_groups),
+        *((f"pictured {family}", partial(make_pictured, family=family)) for family in TITLES),
+        ("routed-pictured qwen3_vl_moe", partial(make_routed_pictured, family="qwen3_vl_moe")),
+        *((f"pictured-groups {family}", partial(make_pictured_groups, family=family)) for family in TITLES),
     )
 }
 TASKS |= {

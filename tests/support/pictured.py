@@ -2,24 +2,34 @@
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2VLImageProcessorPil
 
 from roll.data.batch import Batch
 from roll.data.columns import Item
-from roll.data.identity import content_ids, items_along, vocabulary_ids
-from tests.support.picture_models import IMAGE, PROCESSOR, SPECIALS
+from roll.data.identity import items_along, vocabulary_ids
+from roll.data.pictures import Pictures
+from tests.support.picture_models import FAMILIES, IMAGE, PROCESSOR, SPECIALS, make_processor, make_tokenizer
 
 SIDE = PROCESSOR["patch_size"] * PROCESSOR["merge_size"]
 """Pixels of a token's side."""
 MARK = 256 + len(SPECIALS)
 """``IMAGE`` in the vocabulary of ``make_tokenizer``."""
-BEGIN, END = (256 + SPECIALS.index(name) for name in ("<|vision_start|>", "<|vision_end|>"))
-TITLES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5, Qwen3.6"}
+TITLES = {
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_5": "Qwen3.5, Qwen3.6",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
+    "llava": "LLaVA",
+    "glm4v": "GLM-4.1V",
+    "gemma3": "Gemma 3",
+    "mistral3": "Mistral Small 3.1",
+}
 """Families as their publishers call them."""
 TEXT = 61
 """Ids below are words."""
@@ -27,24 +37,34 @@ assert IMAGE == "<|image_pad|>"
 
 
 @cache
-def picture(seed: int, high: int, wide: int) -> Item:
-    """Noise of so many tokens."""
-    draw = np.random.default_rng(seed)
-    return Item(draw.integers(0, 256, (high * SIDE, wide * SIDE, 3), dtype=np.uint8))
+def pictures_of(family: str) -> Pictures:
+    """The picture processor of a family's models."""
+    with TemporaryDirectory() as folder:
+        pictures = Pictures(make_processor(Path(folder), family))
+        assert pictures.token >= 0, "it is loaded"
+    return pictures
 
 
-def shown(item: Item) -> Tensor:
+@cache
+def picture(seed: int, high: int, wide: int, family: str = "qwen3_vl") -> Item:
+    """Noise of so many tokens, or of as many as all pictures of the family have."""
+    size = pictures_of(family)._size(high * SIDE, wide * SIDE)
+    return Item(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def shown(item: Item, family: str = "qwen3_vl") -> Tensor:
     """A picture's ids in a prompt."""
-    high, wide, _ = item.data.shape
-    content = content_ids(item, [MARK] * (high * wide // SIDE**2))
-    return torch.from_numpy(np.concatenate([[BEGIN], content, [END]]))
+    pictures = pictures_of(family)
+    ids = make_tokenizer(family).encode(pictures.spaced(FAMILIES[family].mark), add_special_tokens=False)
+    parts = [pictures.content(item) if index == pictures.token else np.array([index]) for index in ids]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 Part = Item | int
 """A picture, or so many words; a policy has sampled those below zero."""
 
 
-def make_rows(rows: Sequence[Sequence[Part]], seed: int) -> Batch:
+def make_rows(rows: Sequence[Sequence[Part]], seed: int, family: str = "qwen3_vl") -> Batch:
     """Rows of parts; words are random, but the same behind as many words and pictures of the same sizes."""
     generator = torch.Generator().manual_seed(seed)
     known: dict[tuple[Any, ...], Tensor] = {}
@@ -53,7 +73,7 @@ def make_rows(rows: Sequence[Sequence[Part]], seed: int) -> Batch:
         pieces = []
         for number, part in enumerate(row):
             if isinstance(part, Item):
-                pieces.append(shown(part))
+                pieces.append(shown(part, family))
             elif part < 0:
                 pieces.append(torch.randint(0, TEXT, (-part,), generator=generator))
             else:
@@ -69,33 +89,37 @@ def make_rows(rows: Sequence[Sequence[Part]], seed: int) -> Batch:
     return Batch(lengths, tokens_T, torch.cat(masks), advantages_T=advantages_T, items_I=items)
 
 
-def make_pictured(step: int) -> Batch:
+def make_pictured(step: int, family: str = "qwen3_vl") -> Batch:
     """Seven rows: text alone, one or several pictures of several sizes, one of them twice, and several turns."""
-    a, b, c = picture(step, 2, 3), picture(10 + step, 3, 2), picture(20 + step, 1, 1)
+    alone = 2 if family == "mistral3" else 1  # it has no picture of a single token
+    a, b, c = (picture(*each, family) for each in ((step, 2, 3), (10 + step, 3, 2), (20 + step, 1, alone)))
     prompt: list[Part] = [3, a, 2, b, 4]
     rows: list[list[Part]] = [[9, -6], [*prompt, -5], [*prompt, -7], [2, c, 3, -4, 1, a, 2, -3], [5, -8]]
-    return make_rows([*rows, [b, 2, b, 3, -6], [4, c, 5, -2]], 700 + step)
+    return make_rows([*rows, [b, 2, b, 3, -6], [4, c, 5, -2]], 700 + step, family)
 
 
-def make_pictured_groups(step: int) -> Batch:
+def make_pictured_groups(step: int, family: str = "qwen3_vl") -> Batch:
     """Three groups of three rows with a prompt each, one of them without a picture."""
-    a, b = picture(30 + step, 2, 2), picture(40 + step, 1, 3)
+    a, b = picture(30 + step, 2, 2, family), picture(40 + step, 1, 3, family)
     prompts: list[list[Part]] = [[3, a, 4, b, 2], [8], [2, b, 9]]
-    return make_rows([[*prompt, -3 - n] for prompt in prompts for n in range(3)], 800 + step)
+    return make_rows([[*prompt, -3 - n] for prompt in prompts for n in range(3)], 800 + step, family)
 
 
-def unmodified(one: Batch) -> dict[str, Any]:
+KINDS = {"llava": "", "mistral3": "", "gemma3": "token_type_ids"}
+"""What the model's forward calls the marks of pictures' tokens, where that is not ``mm_token_type_ids``."""
+
+
+def unmodified(one: Batch, family: str = "qwen3_vl") -> dict[str, Any]:
     """Arguments of the model's own forward pass for one sequence, its pictures by Transformers' processor."""
     assert one.items_I is not None
     along = items_along(one.tokens_T, one.items_I[0])
     found: dict[str, Any] = {"input_ids": vocabulary_ids(one.tokens_T)[None]}
     if along:
-        pixels = [item.data for _, item in along]
-        found |= _processor()(pixels, do_resize=False, return_tensors="pt", input_data_format="channels_last")
-        found["mm_token_type_ids"] = (one.tokens_T < 0).int()[None]
+        options = {"return_tensors": "pt", "input_data_format": "channels_last"}
+        processor = pictures_of(family)._processor.image_processor
+        found |= processor([item.data for _, item in along], do_resize=False, do_center_crop=False, **options)
+        found.pop("num_crops", None)
+        mark = make_tokenizer(family).convert_tokens_to_ids(FAMILIES[family].image)
+        if kinds := KINDS.get(family, "mm_token_type_ids"):
+            found[kinds] = ((one.tokens_T < 0) & (found["input_ids"][0] == mark)).int()[None]
     return found
-
-
-@cache
-def _processor() -> Any:
-    return Qwen2VLImageProcessorPil(**PROCESSOR)

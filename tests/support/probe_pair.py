@@ -12,10 +12,12 @@ import torch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import probe_prompt, rows_of
+from roll.distributed.weights.buckets import as_tensor
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.probe import PROMPTED, SAMPLED, Bound, find_causes
 from roll.utils.foreign import replaced
+from tests.support.contract import context_of
 from tests.support.trainers import make_context
 
 
@@ -35,10 +37,13 @@ class Pair:
         params = SamplingParams(SAMPLED, temperature, ignore_eos=True, seed=7)
         self.request = GenerateRequest("probe", ids, params)
         self.rename: Callable[[str], str] = lambda name: name
+        self.spoil: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None
+        """Changes tensors on their way to the generator."""
 
     def update(self) -> None:
         async def buckets(export: Any) -> Any:
-            for bucket in export(1 << 20, check=False):
+            for bucket in export(1 << 24, check=False):
+                self.spoil(dict(bucket.outline.views(as_tensor(bucket.data))))
                 names = tuple(map(self.rename, bucket.outline.names))
                 yield replace(bucket, outline=replace(bucket.outline, names=names))
 
@@ -94,3 +99,28 @@ class Pair:
         """What is found; nothing where the probe is content."""
         difference, bound, completion = self.difference()
         return find_causes(self, self.request, completion, bound) if difference > bound.value else []
+
+
+def started(engine: str, path: Path, lora: LoraSpec | None = None, options: Any = None) -> Pair:
+    """A pair whose weights are no longer those of the folder, so that one that was not sent shows."""
+    context = context_of(engine, str(path), options, sequence_length=64, lora=lora, temperature=0.8)
+    generator = STRATEGIES.get(engine)(context)
+    generator.setup()
+    pair = Pair(path, generator, 0.8, lora)
+    with torch.no_grad():
+        for name, parameter in pair.trainer.weights.scorer.model.named_parameters():
+            if lora is None or "lora_" in name:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    pair.update()
+    return pair
+
+
+def to_int8(weight: torch.Tensor) -> None:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    weight.copy_((weight / scale).round() * scale)
+
+
+def exchange(first: torch.Tensor, second: torch.Tensor) -> None:
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)

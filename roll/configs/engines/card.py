@@ -147,6 +147,8 @@ class EngineCard:
     """Tells what truncated sampling has left for each sampled token (``replay_kept_sets``)."""
     scores_kept_sets: ClassVar[bool] = False
     """Computes log-probs among kept sets."""
+    pictured: ClassVar[tuple[str, ...] | None] = None
+    """Values of ``model_type`` on whose pictures it was compared; ``None``: all that ``roll.models.pictures`` has."""
     keeps_kv: ClassVar[bool] = True
     """Can go on with the keys and values of requests in flight when weights come."""
     splits_heads: ClassVar[bool] = True

@@ -11,9 +11,13 @@ from pydantic import Field
 
 from roll.configs.engines.arguments import EngineSource
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy, task_of
+from roll.configs.engines.hf_infer import WINDOWED as WINDOW
+from roll.configs.engines.hf_infer import layer_kinds
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from roll.configs.pipeline import PipelineConfig
     from roll.configs.worker import WorkerConfig
 
@@ -114,6 +118,7 @@ class SglangCard(EngineCard):
     scores_prompts = True
     keeps_kv = False
     size_key = "tp_size"
+    fit = "roll.configs.engines.sglang:check_model"
 
     def installed_at(self, options: Mapping[str, Any]) -> Path | None:
         python = options.get("python_executable")
@@ -125,6 +130,13 @@ class SglangCard(EngineCard):
             key = f"{role}.strategy_args.strategy_config.quantization"
             hint = "nothing has shown that SGLang quantises weights again after an update; vllm does"
             yield ConfigProblem(key, method, "null", hint)
+        if task_of(role) == "generates" and config.uses_lora:
+            args = config.actor_train.model_args
+            for joined, needed in JOINED.items():
+                if joined.intersection(args.lora_targets) and not needed.issubset(args.lora_targets):
+                    names = [" and ".join(sorted(needed)), ", ".join(sorted(joined))]
+                    expected = f"with {names[0]} beside any of {names[1]}: SGLang computes these as one"
+                    yield ConfigProblem("actor_train.model_args.lora_target", args.lora_target, expected)
 
     def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
         python = worker.strategy_args.strategy_config.get("python_executable")
@@ -150,3 +162,32 @@ def package_folder(python: str) -> Path | None:
 
 
 CARD = SglangCard()
+
+
+JOINED = {
+    frozenset(("q_proj", "k_proj", "v_proj")): frozenset(("q_proj", "v_proj")),
+    frozenset(("gate_proj", "up_proj")): frozenset(("gate_proj",)),
+}
+"""Layers that SGLang computes as one, and those of them without which it loads no adapter."""
+
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")
+"""Families whose windows SGLang computes; its Llama, Qwen and Mixtral, which others share, read all that is before."""
+
+
+def check_model(
+    role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config: PipelineConfig
+) -> Iterator[ConfigProblem]:
+    """Sequences within the window that SGLang leaves out, keys relative to the role."""
+    if problem := window_problem(sizes, config.longest_sequence):
+        expected = f"{'vllm or hf_infer' if task_of(role) == 'generates' else 'another strategy'}: {problem}"
+        name = worker.strategy_args.strategy_name
+        yield ConfigProblem("strategy_args.strategy_name", name, expected, involves=("pretrain", "sequence_length"))
+
+
+def window_problem(sizes: PreTrainedConfig, sequence_length: int) -> str:
+    """What a model has that SGLang does not compute for sequences of this length; empty if there is nothing."""
+    window = getattr(sizes, "sliding_window", None)
+    fits = window is None or sequence_length <= window or WINDOW not in layer_kinds(sizes)
+    if fits or sizes.model_type in WINDOWED:
+        return ""
+    return f"SGLang's {sizes.model_type} has no windows, and is right up to a sequence_length of {window}"

@@ -3,6 +3,8 @@
 A sketch is a few random projections of a tensor: that of a difference is the difference of the sketches, so how far two
 tensors are apart is known without sending either (Johnson and Lindenstrauss 1984).
 
+Processes of engines, in environments of their own, import this too: what they may lack is imported where it is used.
+
 Axes: N numbers of a tensor, P of a row, K projections.
 """
 
@@ -10,27 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roll.data.batch import Batch
-from roll.data.columns import IntArray, Item
-from roll.data.requests import Completion, GenerateRequest
-from roll.data.templates import ChatTemplate
-from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import WeightBucket, dtype_name
-from roll.models.lora import LoraSpec, matrix_name
-from roll.models.own_forward import OwnForward, outputs
-from roll.models.routing import expert_sizes
 from roll.utils.foreign import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from roll.data.batch import Batch
+    from roll.data.columns import IntArray, Item
     from roll.data.pictures import Pictures
+    from roll.data.requests import Completion, GenerateRequest
+    from roll.data.templates import ChatTemplate
+    from roll.models.lora import LoraSpec
+    from roll.models.own_forward import OwnForward
     from roll.models.pictures import Tower
 
 QUESTION = [{"role": "user", "content": "Name a colour, a number and an animal."}]
@@ -67,6 +67,23 @@ class Sketch:
         difference_K = other.forms[_AS_IT_IS] - self.forms[form]
         return float(np.linalg.norm(difference_K)) / _PROJECTIONS**0.5 / max(self.norm, 1e-30)
 
+    def plain(self) -> PlainSketch:
+        """What crosses between processes: shape, size and projections of the tensor as it is."""
+        return list(self.shape), self.norm, self.forms[_AS_IT_IS].tolist()
+
+    @classmethod
+    def of_plain(cls, told: PlainSketch) -> Sketch:
+        shape, norm, own = told
+        return cls(tuple(shape), norm, {_AS_IT_IS: np.array(own)})
+
+    def plus(self, tensor: Tensor) -> Sketch:
+        """Of the sum of both tensors; its size is still this one's."""
+        own_K = self.forms[_AS_IT_IS] + Sketch.of(tensor).forms[_AS_IT_IS]
+        return Sketch(self.shape, self.norm, {_AS_IT_IS: own_K})
+
+
+PlainSketch: TypeAlias = tuple[Sequence[int], float, Sequence[float]]
+
 
 def rounded_forms(tensor: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
     """Ways in which a tensor's values may have come to harm, by words that say so."""
@@ -89,18 +106,65 @@ def sketched_export(
     buckets: Iterable[WeightBucket], adapter: Mapping[str, Tensor] | None = None, lora: LoraSpec | None = None
 ) -> dict[str, Sketch]:
     """Sketches of exported weights under their names, with an adapter that the model has: as they are with it."""
+    from roll.distributed.weights.buckets import as_tensor
+
     found = {}
     for bucket in buckets:
         for name, tensor in bucket.outline.views(as_tensor(bucket.data)):
             forms = rounded_forms(tensor)
-            layer = name.removesuffix(".weight")
-            if adapter is not None and lora is not None and matrix_name(layer, "A") in adapter:
-                down_RI, up_OR = (adapter[matrix_name(layer, part)].to(tensor.device).float() for part in "AB")
-                delta = up_OR @ down_RI * (lora.alpha / lora.rank)
-                base, tensor = tensor, (tensor.float() + (delta if delta.shape == tensor.shape else delta.T))
+            if (delta := change_by(adapter, lora, name, tensor.shape)) is not None:
+                base, tensor = tensor, tensor.float() + delta.to(tensor.device)
                 forms["without the adapter"] = lambda _, base=base: base.float()  # type: ignore[misc]
             found[name] = Sketch.of(tensor, forms)
     return found
+
+
+def change_by(
+    adapter: Mapping[str, Tensor] | None, lora: LoraSpec | None, name: str, shape: Sequence[int]
+) -> Tensor | None:
+    """What an adapter adds to a weight of this name and shape, float32; ``None`` where it adds nothing."""
+    from roll.models.lora import matrix_name
+
+    layer = name.removesuffix(".weight")
+    if adapter is None or lora is None or matrix_name(layer, "A") not in adapter:
+        return None
+    down_RI, up_OR = (adapter[matrix_name(layer, part)].float() for part in "AB")
+    delta = up_OR @ down_RI * (lora.alpha / lora.rank)
+    return delta if delta.shape == tuple(shape) else delta.T
+
+
+def layer_stream(args: Sequence[Any], output: Any) -> list[Tensor]:
+    """Parts of the stream of hidden states behind a layer: what it returns, mostly its own part and the residual."""
+    return [output] if isinstance(output, Tensor) else [each for each in output[:2] if each is not None]
+
+
+class LayerWatch:
+    """Collects what the decoder layers of an engine's model give from now on.
+
+    Args:
+        stream: the parts that add up to it, by a layer's arguments and what it returns; none where they are not known.
+    """
+
+    def __init__(self, model: nn.Module, stream: Callable[[Sequence[Any], Any], list[Tensor]] = layer_stream) -> None:
+        stacks = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.endswith("layers"))
+        name, layers = next(stacks, ("", nn.ModuleList()))
+        self._seen: dict[str, list[Tensor]] = {f"{name}.{number}": [] for number in range(len(layers))}
+
+        def watch(seen: list[Tensor], layer: nn.Module) -> Any:
+            def keep(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+                if parts := stream([*args, *named.values()], output):
+                    seen.append(torch.stack([part.float() for part in parts]).sum(0).cpu())
+
+            return layer.register_forward_hook(keep, with_kwargs=True)
+
+        self._hooks = [watch(*each) for each in zip(self._seen.values(), layers, strict=True)]
+
+    def end(self, num_tokens: int) -> dict[str, Tensor]:
+        """float32 [T, H] by layer: its first output of so many tokens, as a whole forward pass of a prompt gives."""
+        for hook in self._hooks:
+            hook.remove()
+        firsts = {name: next((o for o in seen if len(o) == num_tokens), None) for name, seen in self._seen.items()}
+        return {name: output for name, output in firsts.items() if output is not None}
 
 
 def layer_outputs(own: OwnForward, row: Batch) -> dict[str, Tensor]:
@@ -108,6 +172,8 @@ def layer_outputs(own: OwnForward, row: Batch) -> dict[str, Tensor]:
 
     NaN of tokens that are on another rank.
     """
+    from roll.models.own_forward import outputs
+
     places_T = own.usual_places(row)
     _, layers, _ = own.layers()
     with torch.no_grad(), outputs(layers, places_T) as found:
@@ -117,6 +183,8 @@ def layer_outputs(own: OwnForward, row: Batch) -> dict[str, Tensor]:
 
 def config_settings(config: PreTrainedConfig) -> dict[str, str]:
     """The entries of a model's configuration that say how it computes, as text, and whether it has experts."""
+    from roll.models.routing import expert_sizes
+
     text = config.get_text_config()
     entries = dict(_flat(text.to_dict()))
     return {name: repr(value) for name, value in entries.items()} | {EXPERTS: str(any(expert_sizes(text)))}
@@ -177,6 +245,8 @@ def probe_prompt(tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplat
 
 def rows_of(requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> Batch:
     """Requests and their answers, a row each; the loss mask is True on what was sampled."""
+    from roll.data.batch import Batch
+
     lengths = [(len(each.prompt_ids), len(done.token_ids)) for each, done in zip(requests, completions, strict=True)]
     parts = [ids for each, done in zip(requests, completions, strict=True) for ids in (each.prompt_ids, done.token_ids)]
     mask = np.repeat(np.tile([False, True], len(lengths)), np.ravel(lengths))

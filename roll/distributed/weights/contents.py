@@ -205,6 +205,8 @@ class Open:
     version: int
     segments: tuple[str, ...]
     """Ids of the shared memory that the sender still has; the receiver forgets all other."""
+    deltas: bool = False
+    """What comes by broadcast is kept, since the next update may tell only what it changes of it."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,9 @@ class DeviceMemory:
 @dataclass(frozen=True)
 class Broadcast:
     """The bytes come as a broadcast in the process group that was joined last."""
+
+    counts: tuple[int, ...] | None = None
+    """Those of a delta against the same bucket of the update before; ``None``: the whole bucket."""
 
 
 Place: TypeAlias = SharedMemory | DeviceMemory | Broadcast
@@ -283,6 +288,8 @@ class Reply:
     """Segments that it still reads, in the answer to ``Open``."""
     outlines: tuple[str, ...] = ()
     """Keys of those that it knows, in the answer to ``Open``."""
+    base: str | None = None
+    """Digest of the update whose buckets it has kept, in the answer to ``Open``."""
 
 
 class UpdateDigest:

@@ -17,6 +17,7 @@ from torch import Tensor
 from roll.distributed.weights.buckets import WeightMismatchError, as_tensor, host_bytes, unpack_bucket, verify
 from roll.distributed.weights.collective import BroadcastGroup, join
 from roll.distributed.weights.contents import (
+    Broadcast,
     BucketMessage,
     BucketOutline,
     Close,
@@ -29,8 +30,9 @@ from roll.distributed.weights.contents import (
     UpdateDigest,
     WeightBucket,
 )
+from roll.distributed.weights.deltas import apply_delta, delta_bytes
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu
-from roll.distributed.weights.sender import Link
+from roll.distributed.weights.sender import Link, Route
 from roll.utils.memory import paused_collector
 from roll.utils.progress import advance
 
@@ -57,6 +59,8 @@ class WeightReceiver:
         self._own_segments = SegmentReader()
         self._outlines: dict[Payload, dict[str, BucketOutline]] = {}
         """Of the buckets of the last updates, by key."""
+        self._kept: tuple[str, dict[str, WeightBucket]] | None = None
+        """Digest and buckets of the last update, if the next may be a delta and none has begun."""
         self._group: BroadcastGroup | None = None
         self._update: _Update | None = None
 
@@ -70,10 +74,13 @@ class WeightReceiver:
             case Open():
                 await self.give_up()
                 self._segments.forget_all_but(message.segments)
-                self._update = _Update(self._load, message)
+                keeps = message.deltas and link.route is Route.COLLECTIVE
+                base, buckets = (keeps and self._kept) or (None, {})
+                self._kept, self._update = None, _Update(self._load, message, buckets, keeps=keeps)
+                del buckets
                 holding = self._segments.holding  # before what is released, or a release would be told too late
                 known = tuple(key for outlines in self._outlines.values() for key in outlines)
-                return Reply(self._segments.take_released(), holding=holding, outlines=known)
+                return Reply(self._segments.take_released(), holding=holding, outlines=known, base=base)
             case Join():
                 await asyncio.to_thread(self._join, message)
             case BucketMessage():
@@ -87,6 +94,8 @@ class WeightReceiver:
                 async with update.turn(message.number):
                     digest = await update.finish()
                 self._outlines[update.payload] = update.outlines
+                if update.keeps:
+                    self._kept = digest, update.kept
                 self._update = None
                 self._trim()
                 if torch.cuda.is_initialized():
@@ -112,8 +121,9 @@ class WeightReceiver:
         self._group = join(message.invitation, message.rank, self._host)
 
     def _fetch(self, message: BucketMessage, link: Link) -> WeightBucket:
-        outline = message.outline or self._known(message.key)
-        self._current().outlines[message.key] = outline
+        update = self._current()
+        outline = update.outlines[message.key] = message.outline or self._known(message.key)
+        base = update.base.pop(message.key, None)
         data: np.ndarray | Tensor
         place: SharedMemory | None = None
         match message.place:
@@ -125,9 +135,16 @@ class WeightReceiver:
             case _ if link.device is not None:
                 data = torch.empty(outline.num_bytes, dtype=torch.uint8, device=torch.device("cuda", link.device))
                 self._receive(data)
+            case Broadcast(counts) if counts is not None:
+                if base is None:
+                    raise RuntimeError("changes of a bucket that is not here; expected the whole one")
+                data, place = self._changed(base, counts)
             case _:
-                data, place = self._receive_in_host_memory(outline.num_bytes)
-        return WeightBucket(outline, data, message.checksum, place=place)
+                data, place = self._in_host_memory(outline.num_bytes, lambda data: self._receive(as_tensor(data)))
+        bucket = WeightBucket(outline, data, message.checksum, place=place)
+        if update.keeps:
+            update.kept[message.key] = bucket
+        return bucket
 
     def _known(self, key: str) -> BucketOutline:
         for outlines in self._outlines.values():
@@ -140,10 +157,20 @@ class WeightReceiver:
             raise RuntimeError("a broadcast without a process group; expected Join first")
         self._group.broadcast(data)
 
-    def _receive_in_host_memory(self, num_bytes: int) -> tuple[np.ndarray, SharedMemory]:
+    def _changed(self, base: WeightBucket, counts: tuple[int, ...]) -> tuple[np.ndarray, SharedMemory | None]:
+        """Memory with a bucket of which changes come: that of the one before if there are none."""
+        old, outline = host_bytes(base), base.outline
+        if not any(counts):
+            return old, base.place
+        delta = np.empty(delta_bytes(outline, counts), dtype=np.uint8)
+        self._receive(as_tensor(delta))
+        return self._in_host_memory(len(old), lambda data: apply_delta(outline, old, counts, delta, data))
+
+    def _in_host_memory(self, num_bytes: int, write: Callable[[np.ndarray], None]) -> tuple[np.ndarray, SharedMemory]:
+        """Memory in which an engine's processes read what ``write`` puts there."""
         self._own.release(self._own_segments.take_released(), _ENGINE)
         data = self._own.allocate(num_bytes)
-        self._receive(as_tensor(data))
+        write(data)
         segment = self._own.find(data)
         assert segment is not None
         self._own.hand_over(segment, [_ENGINE])
@@ -159,10 +186,15 @@ class WeightReceiver:
 class _Update:
     """One update on its way into the engine."""
 
-    def __init__(self, load: Load, message: Open) -> None:
+    def __init__(self, load: Load, message: Open, base: dict[str, WeightBucket], *, keeps: bool) -> None:
         self.payload = message.payload
         self.outlines: dict[str, BucketOutline] = {}
         """Of its buckets, by key."""
+        self.base = base
+        """Buckets of the update before that may be needed for those that are to come, by key."""
+        self.keeps = keeps
+        """Its buckets may be needed for the next."""
+        self.kept: dict[str, WeightBucket] = {}
         self._digest = UpdateDigest()
         self._queue: asyncio.Queue[WeightBucket | Exception | None] = asyncio.Queue(maxsize=1)
         self._arrived = 0

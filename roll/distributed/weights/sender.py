@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import ray
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from roll.distributed.weights.collective import BroadcastGroup, invite
 from roll.distributed.weights.contents import (
     Broadcast,
     BucketMessage,
+    BucketOutline,
     Close,
     DeviceMemory,
     Join,
@@ -33,6 +35,7 @@ from roll.distributed.weights.contents import (
     WeightBucket,
     WeightTransferError,
 )
+from roll.distributed.weights.deltas import delta_between
 from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, plain_gpu_memory, share_on_gpu
 
 
@@ -68,12 +71,15 @@ class Receiver:
 
 
 def plan_routes(
-    plan: PlacementPlan, trainers: Sequence[WorkerSlot], receivers: Sequence[WorkerSlot]
+    plan: PlacementPlan, trainers: Sequence[WorkerSlot], receivers: Sequence[WorkerSlot], *, deltas: bool = False
 ) -> dict[int, dict[int, Link]]:
     """The nearest trainer for every receiver: on its device, else on its node, else any.
 
     One serves all receivers of a node that it reaches alike; those on nodes without a trainer are left to one that
     serves others already, so that few ranks must hold whole tensors.
+
+    Args:
+        deltas: updates may be deltas, which are made and applied in host memory.
 
     Returns:
         For the rank of every trainer that sends, its links by the ranks of its receivers.
@@ -85,25 +91,25 @@ def plan_routes(
         if not near:
             far.append(receiver)
             continue
-        links = {trainer.rank: plan_link(plan, trainer, receiver) for trainer in near}
+        links = {trainer.rank: plan_link(plan, trainer, receiver, deltas=deltas) for trainer in near}
         same_device = [rank for rank, link in links.items() if link.route is Route.CUDA_IPC]
         rank = min(same_device or links)
         routes.setdefault(rank, {})[receiver.rank] = links[rank]
     first = min(routes, default=trainers[0].rank)
     sender = next(trainer for trainer in trainers if trainer.rank == first)
     for receiver in far:
-        routes.setdefault(first, {})[receiver.rank] = plan_link(plan, sender, receiver)
+        routes.setdefault(first, {})[receiver.rank] = plan_link(plan, sender, receiver, deltas=deltas)
     return routes
 
 
-def plan_link(plan: PlacementPlan, sender: WorkerSlot, receiver: WorkerSlot) -> Link:
+def plan_link(plan: PlacementPlan, sender: WorkerSlot, receiver: WorkerSlot, *, deltas: bool = False) -> Link:
     """The fastest way between two workers."""
-    same_node = sender.node == receiver.node
-    if not (_has_gpu(plan, sender) and _has_gpu(plan, receiver)):
-        return Link(Route.SHARED_MEMORY if same_node else Route.COLLECTIVE, None)
-    if same_node and sender.devices[0] in receiver.devices:
+    same_node, on_gpus = sender.node == receiver.node, _has_gpu(plan, sender) and _has_gpu(plan, receiver)
+    if on_gpus and same_node and sender.devices[0] in receiver.devices:
         return Link(Route.CUDA_IPC, receiver.devices.index(sender.devices[0]))
-    return Link(Route.COLLECTIVE, 0)
+    if on_gpus and not deltas:
+        return Link(Route.COLLECTIVE, 0)
+    return Link(Route.SHARED_MEMORY if same_node else Route.COLLECTIVE, None)
 
 
 def _has_gpu(plan: PlacementPlan, slot: WorkerSlot) -> bool:
@@ -130,7 +136,9 @@ class TransferRequest:
     check: bool
     """Compare the bytes of every bucket at both ends."""
     keeper: int | None = None
-    """Rank that keeps the buckets for a receiver that is replaced when the trainer has moved on."""
+    """Rank that keeps the buckets for a receiver that is replaced when the trainer has moved on, or for deltas."""
+    deltas: bool = False
+    """The keeper broadcasts only what differs from the last update of this role and kind, if that is shorter."""
 
     @property
     def role(self) -> str:
@@ -155,6 +163,10 @@ class TransferResult:
     """Receivers that died meanwhile, by rank, and how; the others have the update all the same."""
     num_bytes: int
     seconds: float
+    broadcast_bytes: int = 0
+    """Sent by broadcast."""
+    saved_bytes: int = 0
+    """By which deltas were shorter than what they stand for."""
 
 
 class WeightSender:
@@ -170,12 +182,13 @@ class WeightSender:
         self._host = host
         self._groups: dict[str, tuple[list[str], BroadcastGroup]] = {}
         """By the receivers' role, with those who are in it."""
-        self._kept: dict[str, list[WeightBucket]] = {}
-        """Buckets of the last update of each role's workers and kind, for those of them that are replaced."""
+        self._kept: dict[str, tuple[str, dict[str, WeightBucket]]] = {}
+        """Digest and buckets of the last update of each role's workers and kind, see ``TransferRequest.keeper``."""
 
     def kept(self, order: TransferRequest) -> list[WeightBucket]:
         """The buckets of the last update of this role and kind, which this rank keeps."""
-        return self._kept[order.kept_as]
+        _, buckets = self._kept[order.kept_as]
+        return list(buckets.values())
 
     def forget(self, order: TransferRequest) -> None:
         """Gives up what is kept of the last update of this role and kind, if anything."""
@@ -195,10 +208,10 @@ class WeightSender:
         """
         started = time.perf_counter()
         digest, num_buckets, num_bytes = UpdateDigest(), 0, 0
-        transfer = _Transfer(self._pool, order, order.receivers[self._rank])
+        transfer = _Transfer(self._pool, order, order.receivers[self._rank], keeps=order.keeper == self._rank)
         try:
             self._pool.abandon_unwritten()
-            transfer.tell_all(Open(order.payload, order.version, self._pool.ids))
+            transfer.tell_all(Open(order.payload, order.version, self._pool.ids, order.deltas))
             into_pool = packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes))
             with into_pool, plain_gpu_memory() if self._shares_a_gpu(order) else contextlib.nullcontext():
                 buckets = iter(buckets)
@@ -207,8 +220,6 @@ class WeightSender:
                 while bucket is not None:
                     transfer.wait(_UNDER_WAY - 1)
                     self._pass_on(bucket, num_buckets, transfer)
-                    if order.keeper == self._rank:
-                        self._keep(bucket, order)
                     digest.add(bucket)
                     num_buckets, num_bytes = num_buckets + 1, num_bytes + len(bucket.data)
                     bucket = next(buckets, None)
@@ -217,13 +228,18 @@ class WeightSender:
             replies = transfer.answers()
         except BaseException:
             self._leave_group(order.role)
+            if transfer.keeps:
+                self.forget(order)
             raise
         finally:
             self._pool.trim()
             if self._shares_a_gpu(order):
                 collect_on_gpu()
+        if transfer.keeps:
+            self._kept[order.kept_as] = digest.hex(), transfer.kept
         received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
-        return TransferResult(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
+        seconds, sent = time.perf_counter() - started, (transfer.broadcast_bytes, transfer.saved_bytes)
+        return TransferResult(digest.hex(), received, transfer.lost, num_bytes, seconds, *sent)
 
     def _shares_a_gpu(self, order: TransferRequest) -> bool:
         return any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank])
@@ -232,11 +248,18 @@ class WeightSender:
         """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""
         links = [receiver.link for receiver in transfer.receivers]
         on_gpu = as_tensor(bucket.data).cuda() if any(link.device is not None for link in links) else None
-        readers = [_name(r) for r in transfer.receivers if r.link.route is Route.SHARED_MEMORY]
-        segment = self._segment_of(bucket) if readers else self._pool.find(bucket.data)
+        in_host = transfer.keeps or any(link.device is None for link in links)
+        segment = self._segment_of(bucket) if in_host else self._pool.find(bucket.data)
         if segment is not None:
-            self._pool.hand_over(segment, readers)
-        outgoing: Tensor | None = None
+            readers = [_name(r) for r in transfer.receivers if r.link.route is Route.SHARED_MEMORY]
+            self._pool.hand_over(segment, [*readers, transfer.order.kept_as] if transfer.keeps else readers)
+        if transfer.keeps:
+            assert segment is not None
+            transfer.kept[bucket.outline.key] = replace(bucket, data=segment.array[: len(bucket.data)])
+        broadcast, outgoing = Broadcast(), on_gpu
+        if any(link == Link(Route.COLLECTIVE, None) for link in links):
+            assert segment is not None
+            broadcast, outgoing = self._to_broadcast(bucket.outline, segment.array[: len(bucket.data)], transfer)
         for receiver in transfer.receivers:
             place: Place
             match receiver.link.route:
@@ -247,22 +270,27 @@ class WeightSender:
                     assert on_gpu is not None
                     place = DeviceMemory(share_on_gpu(on_gpu))
                 case Route.COLLECTIVE:
-                    outgoing = as_tensor(host_bytes(bucket)) if receiver.link.device is None else on_gpu
-                    place = Broadcast()
+                    place = broadcast
             outline = None if bucket.outline.key in transfer.known[receiver.rank] else bucket.outline
             transfer.tell(receiver, BucketMessage(number, bucket.outline.key, outline, bucket.checksum, place))
         transfer.passed_on((on_gpu, outgoing))
-        if outgoing is not None:
+        if outgoing is not None and any(link.route is Route.COLLECTIVE for link in links):
             _, group = self._groups[transfer.order.role]
             with _naming_the_dead(transfer):
                 group.broadcast(outgoing, transfer.check)
 
-    def _keep(self, bucket: WeightBucket, order: TransferRequest) -> None:
-        """Keeps a bucket where receivers can read it: where it lies already, unless that is on a GPU."""
-        segment = self._segment_of(bucket)
-        self._pool.hand_over(segment, [order.kept_as])
-        kept = replace(bucket, data=segment.array[: len(bucket.data)])
-        self._kept.setdefault(order.kept_as, []).append(kept)
+    def _to_broadcast(
+        self, outline: BucketOutline, data: np.ndarray, transfer: _Transfer
+    ) -> tuple[Broadcast, Tensor | None]:
+        """What goes by broadcast for a bucket: its bytes, or what changes of those that all have, if anything."""
+        base = transfer.base.pop(outline.key, None)
+        delta = None if base is None else delta_between(outline, host_bytes(base), data)
+        if base is not None and transfer.keeps and (before := self._pool.find(base.data)) is not None:
+            self._pool.release([before.id], transfer.order.kept_as)
+        counts, sent = delta or (None, data)
+        transfer.broadcast_bytes += len(sent)
+        transfer.saved_bytes += len(data) - len(sent)
+        return Broadcast(counts), as_tensor(sent) if len(sent) else None
 
     def _segment_of(self, bucket: WeightBucket) -> Segment:
         """The segment in which the bucket lies, or a copy of it when it was packed elsewhere."""
@@ -280,6 +308,11 @@ class WeightSender:
         self._pool.reclaim({_name(r): opened[r.rank].holding for r in transfer.receivers})
         transfer.known = {rank: frozenset(reply.outlines) for rank, reply in opened.items()}
         guests = [receiver for receiver in transfer.receivers if receiver.link.route is Route.COLLECTIVE]
+        digest, buckets = self._kept.get(transfer.order.kept_as, (None, {}))
+        if transfer.order.deltas and digest and {opened[guest.rank].base for guest in guests} == {digest}:
+            transfer.base = dict(buckets)
+        elif transfer.keeps:
+            self.forget(transfer.order)
         members = [_actor(receiver) for receiver in guests]
         if not guests or (transfer.order.role in self._groups and members == self._groups[transfer.order.role][0]):
             return
@@ -301,8 +334,17 @@ class WeightSender:
 class _Transfer:
     """The messages of one update, and the replies to come."""
 
-    def __init__(self, pool: SegmentPool, order: TransferRequest, receivers: Sequence[Receiver]) -> None:
+    def __init__(
+        self, pool: SegmentPool, order: TransferRequest, receivers: Sequence[Receiver], *, keeps: bool
+    ) -> None:
         self.order = order
+        self.keeps = keeps
+        """This rank keeps the buckets."""
+        self.kept: dict[str, WeightBucket] = {}
+        """Those so far, by the key of their outlines."""
+        self.base: dict[str, WeightBucket] = {}
+        """Buckets of the update before that deltas start from, if all receivers have them too."""
+        self.broadcast_bytes = self.saved_bytes = 0
         self._receivers = receivers
         self.known: dict[int, frozenset[str]] = {}
         """Keys of the outlines that each receiver has from earlier updates, by rank."""

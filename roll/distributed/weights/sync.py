@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.weights.contents import Payload, WeightTransferError
-from roll.distributed.weights.sender import Link, Receiver, TransferRequest, TransferResult, plan_routes
+from roll.distributed.weights.sender import Link, Receiver, Route, TransferRequest, TransferResult, plan_routes
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ class WeightSync:
         adapter_only: the base weights are frozen; they go to each generator once and then the adapter alone.
         trains_between: the trainer may take optimizer steps before the next sync, so that it cannot export anew what
             a replaced generator needs. One of its ranks then keeps each version's buckets until the next.
+        deltas: generators on nodes without a trainer get only what an update changes. Those who send to them keep each
+            version's buckets until the next, and all bytes are compared.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class WeightSync:
         check: bool = False,
         adapter_only: bool = False,
         trains_between: bool = False,
+        deltas: bool = False,
     ) -> None:
         self.version = -1
         """Version of the weights that the generators have; -1: those that they loaded at their start."""
@@ -48,6 +52,9 @@ class WeightSync:
         self._check = check
         self._adapter_only = adapter_only
         self._keep = trains_between
+        self._deltas = deltas
+        self._broadcast_bytes = self._saved_bytes = 0
+        """Since the last ``take_metrics``."""
         self._have_base: set[int] = set()
         self._were_checked: set[tuple[Payload, int]] = set()
         """Generators that took an update whose bytes were compared, by what it was."""
@@ -76,6 +83,14 @@ class WeightSync:
             self._behind.update(ranks)
             self._catch_up()
 
+    def take_metrics(self) -> dict[str, float]:
+        """Of the updates since the last call, if any may have been deltas: what went to other nodes."""
+        sent, self._broadcast_bytes = self._broadcast_bytes, 0
+        saved, self._saved_bytes = self._saved_bytes, 0
+        if not (self._deltas and sent + saved):
+            return {}
+        return {"weight_update/sent_gb": sent / 1e9, "weight_update/sent_share": sent / (sent + saved)}
+
     def _catch_up(self) -> None:
         ranks, lost = sorted(self._behind.intersection(self._generator.ranks)), dict[int, str]()
         if self._adapter_only:
@@ -96,39 +111,54 @@ class WeightSync:
         again = keep and self._keeper is not None
         trainers = [slot for slot in self._trainer.slots if not again or slot.rank == self._keeper]
         slots = [self._generator.slots[rank] for rank in ranks]
-        routes = plan_routes(self._trainer.placement.plan, trainers, slots)
-        first_to = {(payload, rank) for rank in ranks} - self._were_checked
+        routes = plan_routes(self._trainer.placement.plan, trainers, slots, deltas=self._deltas)
+        far = any(link.route is Route.COLLECTIVE for links in routes.values() for link in links.values())
+        deltas, first_to = self._deltas and far, {(payload, rank) for rank in ranks} - self._were_checked
         order = TransferRequest(
             payload=payload,
             version=self.version,
             receivers={sender: self._receivers(links) for sender, links in routes.items()},
             bucket_bytes=self._bucket_bytes,
             timeout_s=(self._trainer.rpc_timeout or 1800.0) * _SHARE_OF_TIMEOUT,
-            check=self._check or bool(first_to),
-            keeper=min(routes) if keep and not again else None,
+            check=self._check or bool(first_to) or deltas,
+            keeper=min(routes) if (keep or deltas) and not again else None,
+            deltas=deltas,
         )
+        try:
+            lost = self._send(order, again=again)
+        except WeightTransferError as error:
+            if not order.deltas:
+                raise
+            logger.warning("%s. The weights are sent again, as a whole", error)
+            lost = self._send(replace(order, deltas=False), again=again)
+        self._keeper = order.keeper if keep and not again else self._keeper
+        self._were_checked |= first_to
+        return lost
+
+    def _send(self, order: TransferRequest, *, again: bool) -> dict[int, str]:
+        """Has the trainer's ranks send an update, or one of them what it has kept; returns the ranks that died."""
         deliveries: list[TransferResult]
         if again:
-            deliveries = [self._trainer.call_rank(min(routes), "resend_weights", order)]
+            deliveries = [self._trainer.call_rank(min(order.receivers), "resend_weights", order)]
         else:
             deliveries = [each for each in self._trainer.call("send_weights", order) if each is not None]
-            self._keeper = order.keeper if keep else self._keeper
         lost: dict[int, str] = {}
         for delivery in deliveries:
             for rank, digest in delivery.received.items():
                 if not digest == delivery.digest == deliveries[0].digest:
                     reason = f"digest of the received data {digest}, expected {deliveries[0].digest}"
-                    raise WeightTransferError(self._generator.name, rank, payload, self.version, reason)
+                    raise WeightTransferError(order.role, rank, order.payload, order.version, reason)
             lost |= delivery.lost
+            self._broadcast_bytes += delivery.broadcast_bytes
+            self._saved_bytes += delivery.saved_bytes
             logger.debug(
                 "%s of version %d: %.1f MB to %d workers in %.3f s",
-                payload,
-                self.version,
+                order.payload,
+                order.version,
                 delivery.num_bytes / 1e6,
                 len(delivery.received),
                 delivery.seconds,
             )
-        self._were_checked |= first_to
         return lost
 
     def _receivers(self, links: Mapping[int, Link]) -> tuple[Receiver, ...]:

@@ -259,7 +259,21 @@ class Plan:
             waiting = sum(size for part, size in kept.items() if part in ("weights", "moments")) if shared else 0
             read = 4 * role.parameters if slot.rank == 0 else 0  # one rank reads the checkpoint as float32
             total += WORKER_BYTES + max(waiting * len(slot.devices), read)
-        return total
+        return total + self._kept_updates(node)
+
+    def _kept_updates(self, node: int) -> int:
+        """Bytes of the last weight update that workers of a machine keep, see ``weight_update_deltas``."""
+        if not self.config.weight_update_deltas:
+            return 0
+        trainers, actor, kept = self.placement.workers("actor_train"), self.roles["actor_train"], 0
+        for name in {"actor_infer", VAL_INFER} & self.roles.keys():
+            nodes = [slot.node for slot in self.placement.workers(name)]
+            far = set(nodes) - {slot.node for slot in trainers}
+            sender = next((slot.node for slot in trainers if slot.node in nodes), trainers[0].node)
+            external = isinstance(self.roles[name].worker.strategy_args.typed(), VllmConfig | SglangConfig)
+            holders = nodes.count(node) if node in far and (external or self.device.kind == "gpu") else 0
+            kept += holders + bool(far and node == sender)
+        return kept * actor.compute_bytes * actor.parameters
 
     def _active(self, phase: str) -> list[str]:
         rewards = [name for name in self.roles if name.startswith(REWARD_CLUSTER)] if phase in BESIDE else []
@@ -271,8 +285,9 @@ class Plan:
         for node, _ in enumerate(self.placement.nodes):
             workers = Counter(slot.role for slot in self.placement.slots_on(node))
             light = LIGHT_BYTES * (RAY_PROCESSES + sum(n for role, n in workers.items() if role not in self.roles))
+            kept = light + self._kept_updates(node)
             totals = {
-                phase: light + sum(number * self._on_cpu(role, phase) for role, number in workers.items())
+                phase: kept + sum(number * self._on_cpu(role, phase) for role, number in workers.items())
                 for phase in self.phases
             }
             if totals:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from roll.configs.problems import ConfigProblem
-from roll.models.megatron.families import FAMILIES, REFUSED, Family
+from roll.models.megatron.families import FAMILIES, REFUSED, WITH_TOWER, Family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -181,7 +181,7 @@ def _indivisible(name: str, divisor: int, what: str, number: int) -> Iterator[Co
 
 def _known_family(whole: PreTrainedConfig) -> Family:
     config = whole.get_text_config()
-    if config.model_type in FAMILIES:
+    if config.model_type in FAMILIES and (config is whole or whole.model_type in WITH_TOWER):
         return FAMILIES[config.model_type]
     seen = (whole.architectures or [type(whole).__name__])[0]
     if config.model_type in REFUSED:
@@ -191,7 +191,7 @@ def _known_family(whole: PreTrainedConfig) -> Family:
         )
     nearest = difflib.get_close_matches(config.model_type, FAMILIES, n=1, cutoff=0.0)[0]
     raise ValueError(
-        f"{seen} (model_type {config.model_type!r}): weights of this class cannot be converted to Megatron-Core; "
+        f"{seen} (model_type {whole.model_type!r}): weights of this class cannot be converted to Megatron-Core; "
         f"expected one of {', '.join(family.model_class for family in FAMILIES.values())} "
         f"(nearest: {FAMILIES[nearest].model_class}). Other trainers take any class."
     )

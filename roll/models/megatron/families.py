@@ -565,6 +565,9 @@ FAMILIES: dict[str, Family] = {
 }
 """By ``model_type``."""
 
+WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+"""Values of ``model_type`` of models that have one of these beside a tower for pictures."""
+
 REFUSED = {
     "gemma2": "its caps of attention scores and logits (the soft cap of Megatron-Core's attention is fixed at 0)",
     "gemma3_text": "its norms after attention and MLP, and two sets of rotary positions (Megatron-Core has one)",

@@ -225,6 +225,7 @@ WRONG = [
     ("actor_train.data_args.template=chatmll", "did you mean 'chatml'?"), ("pg_variant=dppo", "did you mean dppo_"),
     ("pretrain=./no/such/model", "nothing at this path"), ("val_env_manager.worker_cls=not a path", ""),
     ("resume_from_checkpoint=./no/such/checkpoint", ""),
+    ("weight_update_deltas=true", "false: every generating worker is on the trainer's node"),
 ]  # fmt: skip
 
 
@@ -355,6 +356,8 @@ def test_newer_spellings_are_the_same_keys(load, problems):
         (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference"),
         (["num_nodes=2", "actor_infer={strategy_args:{strategy_name:vllm},num_gpus_per_worker:2,device_mapping:[7,8]}",
           "tiny_num_heads=2"], "actor_infer.device_mapping"),
+        (["weight_update_deltas=true", "num_nodes=2", "actor_train.model_args.lora_target=q_proj"],
+         "weight_update_deltas"),
         (["actor_infer.training_args.learning_rate=1"], "actor_infer.training_args"),
         (["actor_train.generating_args.temperature=0.5"], "actor_train.generating_args"),
         (["actor_infer.data_args.template=x.jinja"], "actor_infer.data_args"),

@@ -4,13 +4,17 @@ import base64
 import io
 import pickle
 import struct
+import sys
 import zlib
+from importlib import import_module
 
 import numpy as np
 import pytest
 from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+from transformers.models.pixtral import image_processing_pil_pixtral
 
 from roll.data.columns import Item
 from roll.data.identity import items_along, vocabulary_ids
@@ -42,19 +46,54 @@ def encoded(image, kind="PNG", **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_and_numbers_are_those_of_the_models_processor(tmp_path, family):
     path = make_processor(tmp_path / family, family)
-    pictures, oracle = Pictures.of(path), AutoImageProcessor.from_pretrained(path, backend="pil")
-    originals = [noise(*size) for size in ((28, 28), (1, 1), (56, 300), (77, 131), (1000, 8), (400, 420))]
-    items = [pictures.item(pixels) for pixels in originals]
-    found, expected = pictures.inputs(items), oracle(images=[*map(Image.fromarray, originals)], return_tensors="np")
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert found[name].dtype == values.dtype and found[name].tobytes() == values.tobytes(), name
-    text = [f"<|vision_start|>{IMAGE}<|vision_end|>"] * len(items)
-    whole = pictures._processor(text=text, images=[*map(Image.fromarray, originals)])
-    assert [[pictures.token] * row.count(pictures.token) for row in whole["input_ids"]] == [*map(pictures.ids, items)]
-    assert all((vocabulary_ids(pictures.content(item)) == pictures.ids(item)).all() for item in items)
+    pictures, oracle = Pictures.of(path), processor_of(path, family)
+    narrow = (1000, 30 if family == "glm4v" else 8)  # GLM would resize a narrower one twice
+    originals = [noise(*size) for size in ((28, 28), (1, 1), (56, 300), (77, 131), narrow, (400, 420))]
+    if family == "mistral3":
+        with pytest.raises(
+            PictureError, match=r"1 x 1 pixels: the model's processor refuses it \(it would be one token"
+        ):
+            pictures.item(originals[1])
+        del originals[:2]
+    items, images = [pictures.item(pixels) for pixels in originals], [[Image.fromarray(each)] for each in originals]
+    renderer = ChatRenderer(make_tokenizer(family), pictures=pictures)
+    asked = [[{"role": "user", "content": [{"type": "image", "image": item}]}] for item in items]
+    ids = [renderer.prompt(messages) for messages in asked]
+    text = [renderer._try(messages) for messages in asked]
+    found, expected = pictures.inputs(items), oracle(text=text, images=images, return_tensors="np", padding=True)
+    for name in found:
+        assert found[name].dtype == expected[name].dtype and found[name].tobytes() == expected[name].tobytes(), name
+    assert found.keys() == expected.keys() - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+    whole = zip(expected["input_ids"], expected["attention_mask"], strict=True)
+    assert [vocabulary_ids(row).tolist() for row in ids] == [row[mask == 1].tolist() for row, mask in whole]
+    assert [(row < 0).sum() for row in ids] == [len(pictures.content(item)) for item in items]
     assert all((pictures.content(item) < 0).all() for item in items)
-    assert pictures.token == make_tokenizer().convert_tokens_to_ids(pictures.mark)
+
+
+def test_a_processor_that_does_not_know_its_patches_is_refused(tmp_path):
+    path = make_processor(tmp_path, "llava")
+    (path / "processor_config.json").unlink()
+    with pytest.raises(PictureError, match=r"cannot write a picture .* expected its entries in processor_config.json"):
+        Pictures(path).item(noise(56, 56))
+    with pytest.raises(
+        PictureError, match=r"its pictures have 56 x 56 pixels each; expected no other bounds \(image_min_"
+    ):
+        Pictures(make_processor(tmp_path / "bounded", "llava"), max_pixels=500).item(noise(56, 56))
+    with pytest.raises(PictureError, match="Gemma3ImageProcessor with do_pan_and_scan, which cuts a picture"):
+        Pictures(make_processor(tmp_path / "cut", "gemma3", do_pan_and_scan=True)).item(noise(56, 56))
+
+
+def processor_of(path, family):
+    """Transformers' own, without its part for videos."""
+    name = PROCESSOR_MAPPING_NAMES[family]
+    if family == "mistral3":  # this module needs of the one for torchvision what that for Pillow has too
+        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+        kind = import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
+    else:
+        kind = processor_class_from_name(name)
+    still = type(name, (kind,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
+    chosen = AutoImageProcessor.from_pretrained(path, backend="pil")
+    return still(image_processor=chosen, tokenizer=make_tokenizer(family), **FAMILIES[family].processor)
 
 
 def test_a_picture_that_is_resized_stays_as_it_is(pictures):

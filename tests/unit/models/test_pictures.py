@@ -20,11 +20,13 @@ from roll.data.pictures import Pictures
 from roll.data.requests import GenerateRequest
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.generation.generator import check_request
+from roll.models.freezing import freeze_unseen
 from roll.models.own_forward import in_one_process
 from roll.models.pictures import FAMILIES, PictureInput, Tower
 from roll.models.planned_attention import enable_sharing
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.preflight.models import check_frozen_parts
+from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import MARK, make_pictured, make_rows, picture, shown, unmodified
 from tests.support.trainers import make_context
@@ -45,7 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def exact_model(folder: Path) -> Any:
     """In double precision; the numbers that training leaves in biases and norms are not 0 and 1."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}  # others have no float64
+    model = AutoModelForImageTextToText.from_pretrained(folder, **options).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,23 +61,29 @@ def own_logprobs(model: Any, batch: Batch) -> Tensor:
     rows = []
     for number in range(batch.num_sequences):
         one = batch.select([number])
-        logits = model(**unmodified(one), use_cache=False).logits[0, :-1]
+        logits = model(**unmodified(one, model.config.model_type), use_cache=False).logits[0, :-1]
         found = logits.log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
         rows.append(torch.cat([found.new_zeros(1), found]) * one.loss_mask_T)
     return torch.cat(rows)
 
 
+def is_fixed(family: str) -> bool:
+    """All of its pictures have one size, and go into the tower whole."""
+    return KNOWN[family].options.get("merge_size") is None
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_and_gradients_are_those_of_the_models_own_forward_pass(models, family):
     """Of tower, projector and language model, in every layout; each distinct picture goes through the tower once."""
-    folder, batch = models(family), make_pictured(0)
+    folder, batch = models(family), make_pictured(0, family)
     model, own = exact_model(folder), exact_model(folder)
+    freeze_unseen(model)
     weights_T = torch.randn(batch.num_tokens, dtype=torch.float64)
     expected_T = own_logprobs(own, batch)
     (expected_T * weights_T).sum().backward()
     scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
-    patches: list[int] = []
-    model.model.visual.register_forward_hook(lambda _, args, __: patches.append(len(args[0])))
+    features: list[int] = []
+    scorer.tower.observer = lambda given, placed: features.append(sum(len(each["pixel_values"]) for each in given))
     layouts = [rectangle, packed_row] + [row_with_shared_prompts] * enable_sharing(model)
     for lay_out in layouts:
         model.zero_grad()
@@ -82,9 +91,12 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward_pass(models, f
         assert found_T is not None and float((found_T - expected_T).abs().max()) < 2e-6
         (found_T * weights_T).sum().backward()
         for (name, parameter), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
+            assert parameter.requires_grad == (theirs.grad is not None), name
+            if theirs.grad is None:
+                continue
             difference = float((parameter.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-3))
             assert difference < 5e-6, f"{lay_out.__name__}: {name}: {difference:.2g}"
-    assert patches == [4 * (6 + 6 + 1)] * len(layouts)
+    assert features == [3 if is_fixed(family) else 4 * (6 + 6 + 1)] * len(layouts)
 
 
 def test_a_mark_that_the_policy_sampled_is_a_word(models):
@@ -124,18 +136,31 @@ def one_off(pictures: PictureInput) -> PictureInput:
 
 
 def other_grid(pictures: PictureInput) -> PictureInput:
+    """Height and width change places."""
     values = dict(pictures.values[0])
-    values["image_grid_thw"] = values["image_grid_thw"][:, [0, 2, 1]]
+    (name,) = values.keys() - {"pixel_values"}
+    values[name] = torch.cat([values[name][:, :-2], values[name][:, -2:].flip(1)], dim=1)
     return dataclasses.replace(pictures, values=[values])
 
 
-@pytest.mark.parametrize("engine", ["fsdp2_train", "megatron_train"])
-@pytest.mark.parametrize("change", [swapped, one_off, other_grid])
-def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, change, engine):
+CHANGES = (swapped, one_off, other_grid)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "engine"),
+    [
+        *(("qwen3_vl", change, engine) for change in CHANGES for engine in ("fsdp2_train", "megatron_train")),
+        *(("glm4v", change, "fsdp2_train") for change in (one_off, other_grid)),
+        *((family, swapped, "fsdp2_train") for family in ("qwen3_vl_moe", "llava", "gemma3", "mistral3")),
+        ("mistral3", other_grid, "fsdp2_train"),
+    ],
+)
+def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, family, change, engine):
     options: dict[str, Any] = {"worker": PACKED, "pictures": True, "temperature": 1.0}
-    trainer: Any = STRATEGIES.get(engine)(make_context(models("qwen3_vl"), engine, **options))
+    trainer: Any = STRATEGIES.get(engine)(make_context(models(family), engine, **options))
     trainer.setup()
-    batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [2, picture(1, 2, 3), -9]], 1)
+    a, b = picture(1, 2, 3, family), picture(2, *((2, 3) if change is swapped else (3, 2)), family)
+    batch = make_rows([[3, a, 2, -6], [4, b, 3, -5], [2, a, -9]], 1, family)
     made = Tower.of_rows
     monkeypatch.setattr(Tower, "of_rows", lambda *given: change(made(*given)))
     with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in [a-z_.]+\.layers\.0"):
@@ -143,6 +168,22 @@ def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monk
     monkeypatch.undo()
     trainer.logprobs(batch)
     assert trainer.own_forward.compared == {"packed"}
+
+
+def test_pictures_that_are_seen_one_way_end_the_run(models, monkeypatch):
+    """Gemma's tokens of a picture see each other both ways, also in a packed row; a kernel that cannot is refused."""
+    folder, batch = models("gemma3"), make_pictured(0, "gemma3")
+    context = make_context(folder, "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
+    trainer: Any = STRATEGIES.get("fsdp2_train")(context)
+    trainer.setup()
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.weights.scorer.tower, "both_ways", False)
+        with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model"):
+            trainer.logprobs(batch)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    model.config.get_text_config()._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation: got flash_attention_2, expected auto, sdpa or eager"):
+        Tower(model, Pictures(folder))
 
 
 @pytest.mark.parametrize(
@@ -167,13 +208,14 @@ def test_critics_and_reward_models_see(models, monkeypatch, family, head, engine
         trainer.logprobs(batch)
 
 
-def test_one_other_pixel_ends_the_run(models, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "mistral3"])
+def test_one_other_pixel_ends_the_run(models, monkeypatch, family):
     """However little it changes: pixels are compared with the ids by their hash, and the tower's input with the
     processor's."""
-    folder, item = models("qwen3_vl"), Item(picture(5, 1, 1).data.copy())
+    folder, item = models(family), Item(picture(5, 1, 2, family).data.copy())
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     pictures = Pictures(folder)
-    scorer, batch = TokenScorer(model, tower=Tower(model, pictures)), make_rows([[3, item, 2, -4]], 1)
+    scorer, batch = TokenScorer(model, tower=Tower(model, pictures)), make_rows([[3, item, 2, -4]], 1, family)
     right = pictures.inputs
 
     def other(items: Any) -> Any:
@@ -186,7 +228,7 @@ def test_one_other_pixel_ends_the_run(models, monkeypatch):
         with pytest.raises(ValueError, match="pixel_values of a row's pictures are not those that the model's picture"):
             score_batch(scorer, batch, check=in_one_process(scorer))
     item.data[0, 0, 0] ^= 1
-    with pytest.raises(ValueError, match="pixels have changed since a row's ids were made of them: place 4"):
+    with pytest.raises(ValueError, match="pixels have changed since a row's ids were made of them: place "):
         score_batch(scorer, batch, check=in_one_process(scorer))
 
 
@@ -201,7 +243,12 @@ def test_pictures_that_do_not_fit_are_named(models):
     with pytest.raises(ValueError, match="a picture of 56 x 28 pixels: got 3 tokens in its row, expected 2"):
         score_batch(scorer, batch)
     model.config.model_type = "llava"
-    with pytest.raises(ValueError, match=r"llava has not been compared .* on pictures; expected one of qwen2_5_vl, "):
+    with pytest.raises(ValueError, match=r"llava has been .* with a clip_vision_model alone, not with a qwen3_vl"):
+        Tower(model, Pictures(folder))
+    model.config.model_type = "internvl"
+    with pytest.raises(
+        ValueError, match=r"internvl has not been compared .* on pictures; expected one of qwen2_5_vl, "
+    ):
         Tower(model, Pictures(folder))
 
 

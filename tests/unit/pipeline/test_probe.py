@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,24 +24,10 @@ from roll.utils.foreign import replaced
 from tests.support.contract import context_of
 from tests.support.known_families import make_known
 from tests.support.picture_models import make_picture_model
-from tests.support.probe_pair import Pair
+from tests.support.probe_pair import Pair, exchange, started, to_int8
 
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "down_proj"))
 VOCABULARY = len(make_tokenizer())
-
-
-def started(path: Path, lora: LoraSpec | None) -> Pair:
-    """A pair whose weights are no longer those of the folder, so that one that was not sent shows."""
-    context = context_of("hf_infer", str(path), sequence_length=64, lora=lora, temperature=0.8)
-    generator = STRATEGIES.get("hf_infer")(context)
-    generator.setup()
-    pair = Pair(path, generator, 0.8, lora)
-    with torch.no_grad():
-        for name, parameter in pair.trainer.weights.scorer.model.named_parameters():
-            if lora is None or "lora_" in name:
-                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    pair.update()
-    return pair
 
 
 FAMILIES = {
@@ -63,7 +48,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             name, changes = FAMILIES.get(family, FAMILIES["tied"])
             path = make_known(root / family, name, VOCABULARY, **changes)
             make_tokenizer().save_pretrained(path)
-            pairs[family] = started(path, LORA if family == "lora" else None)
+            pairs[family] = started("hf_infer", path, LORA if family == "lora" else None)
         return pairs[family]
 
     yield pair
@@ -130,18 +115,6 @@ def test_features_of_old_weights_are_named(pictured: Pair) -> None:
     assert any(cause.startswith("tensors:") and "visual" in cause for cause in causes)
 
 
-def exchange(pair: Pair, *names: str) -> None:
-    first, second = (pair.weight(name) for name in names)
-    kept = first.clone()
-    first.copy_(second)
-    second.copy_(kept)
-
-
-def to_int8(weight: Any) -> None:
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    weight.copy_((weight / scale).round() * scale)
-
-
 def stale(pair: Pair) -> None:
     weight = pair.weight("model.layers.1.mlp.down_proj.weight")
     weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
@@ -155,7 +128,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 TENSORS: dict[str, tuple[str, Callable[[Pair], object], str]] = {
     "swapped": (
         "tied",
-        lambda pair: exchange(pair, Q, Q.replace("0", "1")),
+        lambda pair: exchange(pair.weight(Q), pair.weight(Q.replace("0", "1"))),
         f"{Q} has the values of {Q.replace('0', '1')}",
     ),
     "stale": ("tied", stale, "of its size away, as if an update had not reached it"),

@@ -43,6 +43,8 @@ MODELS = {
                          num_key_value_heads=2),
     "chunks": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
                           layer_types=["chunked_attention"] * 2),
+    "windows": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                           use_sliding_window=True, sliding_window=16, max_window_layers=1),
     "half": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, dtype="float16"),
 }  # fmt: skip
 TRAIN, INFER = "actor_train.strategy_args.strategy_config", "actor_infer.strategy_args.strategy_config"
@@ -322,6 +324,10 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         ({"pretrain": "unheard"}, "pretrain", "frobnicator"),
         ({"pretrain": "adapter"}, "pretrain", "--merge-adapter"),
         ({"pretrain": "chunks"}, "actor_infer.strategy_args.strategy_name", "vllm or sglang"),
+        (sglang() | {"pretrain": "windows"}, "actor_infer.strategy_args.strategy_name",
+         "qwen2 has no windows, and is right up to a sequence_length of 16"),
+        (sglang() | args(lora_target="v_proj,o_proj"), "actor_train.model_args.lora_target",
+         "with q_proj and v_proj beside any of"),
         ({"pretrain": "short"}, "sequence_length", "at most 64"),
         ({"sequence_length": 4096}, "sequence_length", "at most 2048"),
         (args(model_config_kwargs={"rms_norm_eps": 1e-5}), "actor_infer.model_args.model_config_kwargs",

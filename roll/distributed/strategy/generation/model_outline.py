@@ -14,7 +14,7 @@ from roll.data.templates import ChatTemplate
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
-from roll.models.loading import load_config, make_skeleton, resolve_dtype
+from roll.models.loading import checkpoint_shapes, load_config, make_skeleton, resolve_dtype
 from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
 from roll.models.planned_attention import find_state_layers
 from roll.models.tokenizer import check_vocabulary, load_tokenizer, locate_model
@@ -82,6 +82,12 @@ class ModelOutline:
                 if part in tensors:
                     chosen.setdefault(own_part, part)
         return {part: own_part for own_part, part in chosen.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights by their names in a checkpoint, tied ones once."""
+        parameters = dict(self._model.named_parameters())
+        parts = checkpoint_shapes(self._model, parameters).values()
+        return {name: tuple(shape) for each in parts for name, shape in each.items()}
 
     def check_role(self, context: StrategyContext) -> None:
         """Checks that the model has positions for the role's longest sequence, and the targets of its adapter.

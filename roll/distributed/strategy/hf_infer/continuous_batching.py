@@ -407,7 +407,7 @@ class ContinuousBatching:
 
     def _positions(self, places_B: Tensor) -> Tensor:
         """Positions of the new tokens: [B, 1], or [4, B, 1] where those of pictures have height and width."""
-        if self._tower is None:
+        if self._tower is None or not self._tower.has_positions:
             return places_B[:, None]
         ahead = [sequence.ahead for sequence in self.running]
         ahead_B = places_B.new_zeros(len(places_B)).index_put((torch.arange(len(ahead)),), places_B.new_tensor(ahead))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -61,18 +62,18 @@ def check_frozen(
         converted = megatron_config(sizes)
     except ValueError:
         return  # told of elsewhere
-    for layer in range(converted.num_layers):
+    engine = worker.strategy_args.strategy_name
+    trunks = "model.", f"model.{LANGUAGE}."  # a model with pictures has other names
+    for layer, trunk in itertools.product(range(converted.num_layers), trunks):
         for entry in layer_entries(converted, layer, "sequential"):
-            for trunk in ("model.", f"model.{LANGUAGE}."):
-                names = [f"{trunk}layers.{layer}.{hf.format(expert=0)}" for hf in entry.hf]
-                held = {part for name in names for part in module_parts(name, converted)}
-                args, training, name = worker.model_args, worker.training_args, worker.strategy_args.strategy_name
-                if expected := torn(held, frozen):
-                    yield ConfigProblem(FREEZE, args.freeze_module_prefix, f"with {name} {expected}")
-                    return
-                if expected := at_odds(held, rates):
-                    yield ConfigProblem(RATES, training.learning_rate_of, f"with {name} {expected}")
-                    return
+            names = [f"{trunk}layers.{layer}.{hf.format(expert=0)}" for hf in entry.hf]
+            held = {part for name in names for part in module_parts(name, converted)}
+            if expected := torn(held, frozen):
+                yield ConfigProblem(FREEZE, worker.model_args.freeze_module_prefix, f"with {engine} {expected}")
+                return
+            if expected := at_odds(held, rates):
+                yield ConfigProblem(RATES, worker.training_args.learning_rate_of, f"with {engine} {expected}")
+                return
 
 
 def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> Iterator[ConfigProblem]:

@@ -44,7 +44,6 @@ from roll.models.megatron.names import (
     split_reader,
     torn,
 )
-from roll.models.stored import StoredTensor
 from roll.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -103,11 +102,8 @@ def _held_parts(model: MegatronModel) -> Iterator[tuple[nn.Parameter, set[str]]]
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         for name, parameter in chunk.named_parameters():
             if not name.startswith(HEAD_PREFIX):
-                groups = source(name, model.converted, layout).hf
-                yield (
-                    parameter,
-                    {hf for group in groups for each in group for hf in module_parts(each, model.converted)},
-                )
+                names = chain.from_iterable(source(name, model.converted, layout).hf)
+                yield parameter, {part for each in names for part in module_parts(each, model.converted)}
 
 
 def with_gradient(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
@@ -315,20 +311,15 @@ def folder_reader(model: MegatronModel, context: StrategyContext, path: Path) ->
         ValueError: no such folder, or no safetensors files in it; later, no tensor of a name.
     """
     files, saved = WeightFiles(str(path)), {}
-    read: Callable[[str], StoredTensor] = files.stored
-    if model.hf_model is not None:
-        config = load_config(str(path), context.worker.model_args.model_config_kwargs)
-        fit = fit_folder(context.head, str(path), config, sampled=True, pictures=context.pictures)
-
-        def read(name: str) -> StoredTensor:
-            return fit.stored(saved_name(name, context.head))
-
     if model.value_head is not None:
         head = load_value_head(model.config.hidden_size, files.folder, bias=model.value_head.linear.bias is not None)
         saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
     family = model.converted.family
-    fused = family.experts.alternating or model.hf_model is not None
-    stored = split_reader(read, family) if fused else files.read
+    stored = split_reader(files.stored, family) if family.experts.alternating else files.read
+    if model.hf_model is not None:
+        config = load_config(str(path), context.worker.model_args.model_config_kwargs)
+        fit = fit_folder(context.head, str(path), config, sampled=True, pictures=context.pictures)
+        stored = split_reader(lambda name: fit.stored(saved_name(name, context.head)), family)
     return lambda name: saved[name] if name in saved else stored(name)
 
 

@@ -93,7 +93,7 @@ class Sight:
         pictures = self.tower.of_rows(list(zip(rows, batch.items_I, strict=True)), cell_T, shape)
         return replace(one, pictures=pictures)
 
-    def _of_unmodified(self, row: Batch, shape: tuple[int, int]) -> PictureInput:
+    def _of_unmodified(self, row: Batch, shape: Sequence[int]) -> PictureInput:
         values = self.tower.of_unmodified(row)
         kinds_1L = values.pop("mm_token_type_ids")
         cells_1C = torch.zeros(shape, dtype=torch.bool)
@@ -124,7 +124,7 @@ class Sight:
 
     def _embedded(self, one: MegatronInput, pictures: PictureInput, chunk: Any) -> Tensor:
         output = self.tower.see(pictures)["mm_encoder_outputs"]["image"]
-        cells_SR = pictures.cells_RC.T.contiguous().to(one.input_ids_RS.device)  # or no sum below would be
+        cells_SR = pictures.cells_RC.T.to(one.input_ids_RS.device).contiguous()  # or what is made by it is not
         cuts = chunk.config.sequence_parallel
         embedded: Tensor = chunk.embedding(input_ids=one.input_ids_RS, position_ids=None)
         features = _placed(output.pooler_output, cells_SR, cuts=cuts)
@@ -160,7 +160,7 @@ class _Raise:
         return output[0] + added, output[1]
 
 
-def _placed(features: Sequence[Tensor], cells_SR: Tensor, *, cuts: bool) -> Tensor:
+def _placed(features: Tensor | Sequence[Tensor], cells_SR: Tensor, *, cuts: bool) -> Tensor:
     """[S, R, H]: features of all places, which come row by row, and zeros elsewhere.
 
     Args:
@@ -168,7 +168,7 @@ def _placed(features: Sequence[Tensor], cells_SR: Tensor, *, cuts: bool) -> Tens
     """
     from megatron.core import tensor_parallel
 
-    found = torch.cat([*features])
+    found = features if isinstance(features, Tensor) else torch.cat([*features])
     row_F, column_F = cells_SR.T.nonzero(as_tuple=True)
     whole = found.new_zeros(*cells_SR.shape, found.shape[-1]).index_put((column_F, row_F), found)
     return cast(Tensor, tensor_parallel.scatter_to_sequence_parallel_region(whole)) if cuts else whole

@@ -107,9 +107,9 @@ class MegatronInfer(Scorer):
         self._sight: Sight | None = None
         if context.pictures:
             assert self.model.hf_model is not None
-            layers = [layout.layers for layout in self.model.layouts]
+            numbers = [layout.layers for layout in self.model.layouts]
             with raise_on_all_ranks():
-                self._sight = Sight(context, self.model.hf_model, self.model.chunks, layers)
+                self._sight = Sight(context, self.model.hf_model, self.model.chunks, numbers)
         self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)

@@ -129,3 +129,24 @@ def check_tensor_parallel(model_config: Any, tp_size: int, *, lora: bool) -> Non
                 f"strategy_config.tp_size: {tp_size}, but the model has {name} {size}, expected a multiple of {unit} "
                 "on a machine without a GPU; several workers in device_mapping have no such limit"
             )
+
+
+def check_layers(model_config: Any, *, has_states: bool) -> None:
+    """Refuses a model that SGLang computes on GPUs alone. Here it would fail, or without a word compute another one.
+
+    Raises:
+        ValueError: it is one.
+    """
+    kind, problem = model_config.model_type, ""
+    if getattr(model_config, "attn_logit_softcapping", None) is not None:
+        problem = f"attention leaves out the caps of scores of {kind}"
+    elif getattr(model_config, "final_logit_softcapping", None) is not None:
+        problem = f"there is no kernel for the cap of the logits of {kind}"
+    elif kind == "gpt_oss":
+        problem = "attention leaves out the sinks of gpt_oss"
+    elif getattr(model_config, "kv_lora_rank", None):
+        problem = f"attention does not read the latent keys of {kind}"
+    elif has_states:
+        problem = f"there are no kernels for the recurrent layers of {kind}"
+    if problem:
+        raise ValueError(f"sglang: on a machine without a GPU, {problem}; expected vllm or hf_infer")

@@ -18,6 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ import torch
 from roll.distributed.strategy.generation.engine_server import EngineServer
 from roll.distributed.strategy.sglang import cpu, sampler
 from roll.distributed.strategy.sglang.scheduler import (
+    LAST_WORDS,
     LOADER,
     map_file,
     run_detokenizer,
@@ -51,13 +53,17 @@ class SglangServer:
         """Builds the engine, which loads the model, from arguments of ``ServerArgs``."""
         # A file for its processes to meet at: the port that they would use is open to all of the network.
         os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder.name}/rendezvous")
-        self._engine = _engine_class()(
-            **arguments,
-            sampling_backend=sampler.BACKEND,
-            enable_custom_logit_processor=True,
-            custom_weight_loader=[LOADER],
-            weight_version="0",
-        )
+        os.environ[LAST_WORDS] = f"{self._folder.name}/last_words"
+        try:
+            self._engine = _engine_class()(
+                **arguments,
+                sampling_backend=sampler.BACKEND,
+                enable_custom_logit_processor=True,
+                custom_weight_loader=[LOADER],
+                weight_version="0",
+            )
+        except RuntimeError as error:
+            raise RuntimeError(_last_words() or str(error)) from error
         self._manager = manager = self._engine.tokenizer_manager
         # SGLang's own watchdog looks once a second and kills without a word.
         manager._subprocess_watchdog.stop()
@@ -103,22 +109,31 @@ class SglangServer:
 
         if len(tokens) == 1:
             return [], [], []
+        adapter = self._adapter
         request = GenerateReqInput(
             rid=rid,
             input_ids=tokens,
             sampling_params={"max_new_tokens": 0, "temperature": 0},
+            lora_path=adapter,
             return_logprob=True,
             logprob_start_len=0,
             top_logprobs_num=int(width > 0),  # ``scheduler.score_prompts`` puts its own in their place
             return_flat_raw_top_logprobs=width > 0,
         )
         info: dict[str, Any] = {}
-        async for output in self._manager.generate_request(request, None):
-            info = output["meta_info"]
+        with self._using(adapter):
+            async for output in self._manager.generate_request(request, None):
+                info = output["meta_info"]
         logprobs = [logprob for logprob, *_ in info["input_token_logprobs"][1:]]  # nothing is said of the first token
         if not width:
             return logprobs, [], []
         return logprobs, list(info["input_top_logprobs_idx_flat"]), list(info["input_top_logprobs_val_flat"])
+
+    async def show(self, what: str, given: Any) -> tuple[str, bool]:
+        """Path of a file that has what ``scheduler._show`` tells, and whether new requests use an adapter."""
+        path = f"{self._folder.name}/{what}.safetensors"
+        self._engine.collective_rpc("roll_show", what=what, given=json.dumps(given), path=path)
+        return path, self._adapter is not None
 
     async def abort(self, rids: list[str]) -> None:
         """Ends requests with what they have."""
@@ -263,9 +278,17 @@ class SglangServer:
 
     def _died(self, process: BaseProcess, title: str) -> None:
         process.join()
-        self._connection.say(f"its process {title} (pid {process.pid}) ended with exit code {process.exitcode}")
+        words = f"its process {title} (pid {process.pid}) ended with exit code {process.exitcode}"
+        self._connection.say(": ".join(filter(None, (words, _last_words()))))
         self.stop()
         os._exit(1)
+
+
+def _last_words() -> str:
+    """The error by which one of SGLang's schedulers ended, if it was one."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(os.environ[LAST_WORDS]).read_text(encoding="utf-8")
+    return ""
 
 
 def _engine_class() -> type:

@@ -27,12 +27,14 @@ import torch
 import torch.multiprocessing  # makes ForkingPickler know tensors
 from torch import Tensor
 
-from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem
+from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem, window_problem
 from roll.configs.problems import ConfigErrors
+from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.evidence import Sketch, change_by
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.generation.generator import EngineStoppedError
 from roll.distributed.strategy.generation.model_outline import ModelOutline
@@ -96,6 +98,8 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         self._numbers = itertools.count()
         self._ids: dict[str, str] = {}
         """SGLang's id of each request in flight."""
+        self._adapter: dict[str, Tensor] = {}
+        """The one that was loaded last over the present weights."""
 
     def start(self) -> None:
         context = self.context
@@ -103,7 +107,10 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         self.vocab_size = self._outline.vocab_size
         self._outline.check_role(context)
         self.drops_weights = not keeps_weights(context, self._outline) and self.can_offload
+        if problem := window_problem(self._outline.text_config, context.sequence_length):
+            raise ValueError(f"{context.role}.strategy_args.strategy_name: sglang, expected another: {problem}")
         if self._on_cpu:
+            cpu.check_layers(self._outline.text_config, has_states=self._outline.has_states)
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
         started = time.monotonic()
         self._engine = EngineProcess(
@@ -115,7 +122,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             self._engine.submit("start", engine_arguments(context, self._config, self._outline, self._on_cpu)).result()
         except EngineCallError as error:
             self._engine.close("did not start")
-            raise EngineStoppedError(f"{context.role}: sglang did not start; its own log says why: {error}") from error
+            raise EngineStoppedError(f"{context.role}: sglang did not start, see its log: {error}") from error
         except BaseException:
             self._engine.close("did not start")
             raise
@@ -167,6 +174,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         async for bucket in buckets:
             await self._load(bucket, plan)
         await self._do("end_weights")
+        self._adapter = {}
         self._take_back()
 
     def check_adapter(self, tensors: Mapping[str, Tensor]) -> None:
@@ -179,6 +187,46 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         place, config = self._lender.lend(bucket, [ENGINE]), peft_config(self.context.lora, tensors)
         await self._do("load_adapter", place.path, len(bucket.data), bucket.outline.contents, config)
         self._take_back()
+        self._adapter = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def sketches(self) -> dict[str, Sketch]:
+        shapes = self._outline.shapes()
+        found, adapted = self._sketches("sketches", shapes)
+        for name, sketch in found.items():
+            if adapted and (delta := change_by(self._adapter, self.context.lora, name, sketch.shape)) is not None:
+                found[name] = sketch.plus(delta)
+        return found
+
+    def own_sketches(self) -> dict[str, Sketch]:
+        return self._sketches("own_sketches", None)[0]
+
+    def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
+        self._engine.submit("show", "watch", None).result()
+        try:
+            self.forward_logprobs(row)
+        finally:
+            told, _, _ = self._shown("layers", row.num_tokens)
+        return told
+
+    def _sketches(self, what: str, given: Any) -> tuple[dict[str, Sketch], bool]:
+        told, metadata, adapted = self._shown(what, given)
+        plain = {name: (*json.loads(metadata[name]), own.tolist()) for name, own in told.items()}
+        return {name: Sketch.of_plain(each) for name, each in plain.items()}, adapted
+
+    def _shown(self, what: str, given: Any) -> tuple[dict[str, Tensor], dict[str, str], bool]:
+        """Tensors and metadata that ``SglangServer.show`` gives, and whether there is an adapter."""
+        from safetensors import safe_open
+
+        try:
+            path, adapted = self._engine.submit("show", what, given).result()
+        except EngineCallError as error:
+            logger.warning("%s: sglang does not show its %s: %s", self.context.role, what.replace("_", " "), error)
+            return {}, {}, False
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()  # it cannot be looped over itself
+            found = {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+        os.unlink(path)
+        return *found, adapted
 
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         return self._engine.submit("end_update", version)

@@ -42,7 +42,7 @@ from roll.distributed.strategy.training.module_weights import (
 )
 from roll.distributed.strategy.training.trainer import MicroBatchLimits, Scorer, Trainer, join_group
 from roll.models import planned_attention, ulysses
-from roll.models.freezing import freeze, freeze_towers, own_rates, whole_name
+from roll.models.freezing import freeze, freeze_towers, freeze_unseen, own_rates, whole_name
 from roll.models.heads import ValueHead, decoder_layers, load_output_layer
 from roll.models.loading import check_rope, classifier_entries, load_config, make_skeleton, resolve_dtype, save_config
 from roll.models.lora import adapter_dropout, adapter_off, inject_adapter, left_out
@@ -120,6 +120,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         inject_adapter(model, context.lora)
     if tower is None:
         freeze_towers(model)
+    else:
+        freeze_unseen(model)
     if args.frozen_prefixes:
         freeze(model, args.frozen_prefixes, head=context.head != "lm")
     head = None
@@ -294,7 +296,8 @@ class ModuleScorer(Scorer, Generic[W]):
             self._model_dtype = resolve_dtype(args.dtype, config)
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
             scorer = make_scorer(context, self._stored_dtype(compute))
-        self.shares_prompts = context.worker.share_prompts and may_share(scorer.model, context.role)
+        plain = scorer.tower is None or not scorer.tower.both_ways
+        self.shares_prompts = context.worker.share_prompts and plain and may_share(scorer.model, context.role)
         if args.ulysses_size > 1:  # after sharing, whose kernel it wraps
             ulysses.enable(scorer.model, args.ulysses_size, self._tensor_size)
             self._sequence_group = ulysses.make_group(args.ulysses_size, self._tensor_size)

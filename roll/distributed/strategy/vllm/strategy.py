@@ -52,6 +52,7 @@ from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
+from roll.models.loading import load_config
 from roll.models.pictures import pictures_of
 from roll.utils.foreign import environment
 from roll.utils.progress import advance
@@ -123,7 +124,13 @@ def _pictures(context: StrategyContext) -> Pictures | None:
         raise MissingEngineError(
             f"{context.role}: vllm needs torchvision for models that take pictures", name="torchvision"
         )
-    return pictures_of(context.model_path) if context.pictures else None
+    if not context.pictures:
+        return None
+    kind = load_config(context.model_path, trust_remote_code=context.worker.model_args.trust_remote_code).model_type
+    if kind not in CARD.pictured:
+        known = ", ".join(CARD.pictured)
+        raise ValueError(f"{context.role}: vllm has not been compared on pictures of {kind}, expected one of {known}")
+    return pictures_of(context.model_path)
 
 
 STAGED_BUCKETS = 2  # copies kept from one update to the next; fresh memory costs more than the copy into it
@@ -214,7 +221,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
 
     def own_sketches(self) -> dict[str, Sketch]:
         (told, *_) = self._loop.submit(self._rpc("roll_sketch")).result()
-        return {name: Sketch(tuple(shape), norm, {"": np.array(own)}) for name, (shape, norm, own) in told.items()}
+        return {name: Sketch.of_plain(each) for name, each in told.items()}
 
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
         return self._loop.submit(self._layer_outputs(row.tokens_T.numpy())).result()

@@ -26,6 +26,8 @@ from roll.utils.foreign import replaced
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+    from roll.distributed.strategy.evidence import PlainSketch
+
 
 SCORED_LOGITS = 2**25
 """Logits of prompts that are computed at once: half a GiB with what follows from them."""
@@ -117,40 +119,21 @@ class WorkerExtension:
         self._roll_segments.forget_all_but(segments)
         return self._roll_segments.take_released()
 
-    def roll_sketch(self) -> dict[str, tuple[list[int], float, list[float]]]:
-        """The fields of a ``Sketch`` of each parameter, under vLLM's names."""
+    def roll_sketch(self) -> dict[str, PlainSketch]:
+        """Of each parameter, under vLLM's names."""
         from roll.distributed.strategy.evidence import Sketch
 
-        found = {}
-        for name, parameter in self.model_runner.get_model().named_parameters():
-            if parameter.numel():  # of packed layers nothing is left
-                sketch = Sketch.of(parameter)
-                found[name] = list(sketch.shape), sketch.norm, sketch.forms[""].tolist()
-        return found
+        parameters = self.model_runner.get_model().named_parameters()
+        return {name: Sketch.of(each).plain() for name, each in parameters if each.numel()}  # of packed layers none
 
     def roll_watch_layers(self) -> None:
-        """Collects what the decoder layers give from now on, until ``roll_layers``."""
-        self._roll_seen: dict[str, list[Tensor]] = {}
-        modules = self.model_runner.get_model().named_modules()
-        stack = next(((n, m) for n, m in modules if isinstance(m, torch.nn.ModuleList) and n.endswith("layers")), None)
-        name, layers = stack or ("", torch.nn.ModuleList())
+        from roll.distributed.strategy.evidence import LayerWatch
 
-        def watch(number: int, layer: torch.nn.Module) -> Any:
-            seen = self._roll_seen.setdefault(f"{name}.{number}", [])
-
-            def keep(_: torch.nn.Module, __: Any, output: Any) -> None:
-                parts = [output] if isinstance(output, Tensor) else [each for each in output[:2] if each is not None]
-                seen.append(torch.stack([part.float() for part in parts]).sum(0).cpu())  # hidden states and residual
-
-            return layer.register_forward_hook(keep)
-
-        self._roll_hooks = [watch(number, layer) for number, layer in enumerate(layers)]
+        self._roll_watch = LayerWatch(self.model_runner.get_model())
 
     def roll_layers(self, num_tokens: int) -> dict[str, tuple[list[int], bytes]]:
-        """Shape and float32 values of each layer's output, where it had these tokens and no others."""
-        for hook in self._roll_hooks:
-            hook.remove()
-        seen = {name: each[0] for name, each in self._roll_seen.items() if each and len(each[0]) == num_tokens}
+        """Shape and values of what was seen since ``roll_watch_layers``."""
+        seen = self._roll_watch.end(num_tokens)
         return {name: (list(output.shape), output.contiguous().numpy().tobytes()) for name, output in seen.items()}
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from roll.distributed.weights import deltas
 from roll.distributed.weights.adapters import MergedAdapter
 from roll.distributed.weights.buckets import (
     WeightChecksumError,
@@ -58,6 +60,35 @@ def test_every_dtype_round_trips_bit_for_bit(dtype):
         assert received[name].dtype == dtype
         assert received[name].shape == tensor.shape
         assert as_bytes(received[name]) == as_bytes(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("share", [0, 1e-3, 0.05, 0.2, 1])
+def test_a_delta_leads_to_the_same_bits_or_is_not_shorter(dtype, share, monkeypatch):
+    monkeypatch.setattr(deltas, "_PIECE", 4096)
+    generator, size = np.random.default_rng(0), dtype.itemsize
+    (old,) = pack_buckets([("w", torch.randn(3001, 7).to(dtype)), ("v", torch.ones(5).to(dtype))], 1 << 20)
+    new, elements = old.data.copy(), 3001 * 7
+    changed = generator.permutation(elements)[: int(share * elements)]
+    new[: elements * size].reshape(-1, size)[changed] ^= generator.integers(1, 256, (len(changed), size), np.uint8)
+    found = deltas.delta_between(old.outline, old.data, new)
+    if found is None:
+        assert len(changed) * (min(size, 8) + 1) > 0.9 * len(new)
+        return
+    counts, delta = found
+    least = len(changed) * (min(size, 8) + 1)
+    assert least <= len(delta) == deltas.delta_bytes(old.outline, counts) <= least + len(new) // 100 * (1 + 2 // size)
+    into = np.full_like(new, 9)
+    deltas.apply_delta(old.outline, old.data, counts, delta, into)
+    assert into.tobytes() == new.tobytes()
+
+
+def test_a_delta_tells_zeros_and_nans_apart():
+    values = torch.tensor([0x0000, 0x7FC0, 0x7FC1, 0x3F80] + 60 * [0x4000], dtype=torch.int16)
+    others = torch.tensor([-0x8000, 0x7FC0, 0x7FC2, 0x3F80] + 60 * [0x4000], dtype=torch.int16)
+    (old,), (new,) = (pack_buckets([("w", bits.view(torch.bfloat16))], 1 << 20) for bits in (values, others))
+    counts, delta = deltas.delta_between(old.outline, old.data, new.data)
+    assert counts == (2,) and delta.tolist() == [0x00, 0x80, 0xC2, 0x7F, 1, 2], "values, little-endian, then steps"
 
 
 def test_buckets_respect_their_size_except_for_a_larger_tensor():

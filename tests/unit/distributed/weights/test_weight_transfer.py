@@ -39,6 +39,7 @@ from roll.distributed.weights.contents import (
     Reply,
     UpdateDigest,
     WeightBucket,
+    WeightTransferError,
 )
 from roll.distributed.weights.receiver import UpdateStream, WeightReceiver
 from roll.distributed.weights.segments import (
@@ -289,6 +290,14 @@ def test_the_nearest_trainer_serves_a_generator(kind, num_nodes, trainer, genera
     assert routes == {sender: {r: words[w] for r, w in links.items()} for sender, links in expected.items()}
 
 
+def test_with_deltas_what_is_on_no_gpu_of_a_trainer_gets_its_weights_through_host_memory():
+    nodes = [NodeInfo(str(i), "gpu", 2, 2.0) for i in range(2)]
+    plan = plan_placement([RoleRequest("actor_train", (0,)), RoleRequest("actor_infer", (0, 1, 2))], nodes)
+    routes = plan_routes(plan, plan.workers("actor_train"), plan.workers("actor_infer"), deltas=True)
+    ways = (Route.CUDA_IPC, 0), (Route.SHARED_MEMORY, None), (Route.COLLECTIVE, None)
+    assert routes == {0: {rank: Link(*way) for rank, way in enumerate(ways)}}
+
+
 class Engine:
     """Keeps what it is given, and can be told to go wrong."""
 
@@ -517,23 +526,31 @@ class RecordingTrainer:
         self.placement = SimpleNamespace(plan=plan)
         self.slots = plan.workers("actor_train")
         self.checked: list[bool] = []
+        self.deltas: list[bool] = []
+        self.refused = 0
+        """Deltas that are still to be refused."""
         self.sent: list[tuple[str, str, int, dict[int, list[int]], int | None]] = []
 
     def call(self, method: str, order: TransferRequest) -> list[TransferResult | None]:
         receivers = {sender: [each.rank for each in served] for sender, served in order.receivers.items()}
         self.sent.append((method, order.payload, order.version, receivers, order.keeper))
         self.checked.append(order.check)
-        return [TransferResult("d", dict.fromkeys(ranks, "d"), {}, 0, 1.0) for ranks in receivers.values()] + [None]
+        self.deltas.append(order.deltas)
+        if order.deltas and self.refused:
+            self.refused -= 1
+            raise WeightTransferError(order.role, 1, order.payload, order.version, "WeightChecksumError")
+        return [TransferResult("d", dict.fromkeys(ranks, "d"), {}, 0, 1.0, 30, 70) for ranks in receivers.values()] + [
+            None
+        ]
 
     def call_rank(self, rank: int, method: str, order: TransferRequest) -> TransferResult | None:
         assert rank == 0
         return self.call(method, order)[0]
 
 
-def recorded_sync(**options: bool) -> tuple[WeightSync, RecordingTrainer]:
-    plan = plan_placement(
-        [RoleRequest("actor_train", (0,)), RoleRequest("actor_infer", (0, 1))], [NodeInfo("a", "cpu", 2, 2.0)]
-    )
+def recorded_sync(num_nodes: int = 1, **options: bool) -> tuple[WeightSync, RecordingTrainer]:
+    nodes = [NodeInfo(str(node), "cpu", 2 // num_nodes, 2.0) for node in range(num_nodes)]
+    plan = plan_placement([RoleRequest("actor_train", (0,)), RoleRequest("actor_infer", (0, 1))], nodes)
     trainer = RecordingTrainer(plan)
     generator: Any = SimpleNamespace(
         name="actor_infer", ranks=[0, 1], slots=plan.workers("actor_infer"), handles=[None, None]
@@ -579,6 +596,27 @@ def test_a_trainer_that_moves_on_keeps_what_it_sent():
         ("send_weights", "weights", 3, {0: [0, 1]}, 0),
         ("resend_weights", "weights", 3, {0: [0]}, None),
     ]
+
+
+def test_deltas_are_kept_and_checked_where_a_generator_is_elsewhere_and_a_refused_one_is_sent_as_a_whole(caplog):
+    updates, trainer = recorded_sync(deltas=True)
+    updates.sync(0)
+    updates.sync(1)
+    assert trainer.checked == [True, False] and trainer.sent[1][-1] is None, "all are on the trainer's node"
+    updates, trainer = recorded_sync(num_nodes=2, deltas=True)
+    for trainer.refused, version in enumerate((0, 1)):
+        updates.sync(version)
+    updates.restore(0)
+    updates.restore(1)
+    assert [(receivers, keeper) for *_, receivers, keeper in trainer.sent] == [
+        *3 * [({0: [0, 1]}, 0)],
+        ({0: [0]}, None),
+        ({0: [1]}, 0),
+    ]
+    assert trainer.checked == [True] * 5 and trainer.deltas == [True, True, False, False, True]
+    assert "actor_infer rank 1 did not accept weights of version 1: WeightChecksumError. The weights are" in caplog.text
+    assert updates.take_metrics() == {"weight_update/sent_gb": 120e-9, "weight_update/sent_share": 0.3}
+    assert updates.take_metrics() == {}
 
 
 @pytest.mark.parametrize("trains_between", [False, True])

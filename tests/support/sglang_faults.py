@@ -1,0 +1,67 @@
+"""SGLang's server with faults, one at a time: a test writes its name to the file that ``ROLL_PLANTED`` names.
+
+Runs in SGLang's environment, in place of ``python -m roll.distributed.strategy.sglang.server``.
+"""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll.distributed.strategy.sglang import cpu, sampler, scheduler, server
+from roll.models import sampling
+
+
+def planted(fault: str) -> bool:
+    return Path(os.environ["ROLL_PLANTED"]).read_text(encoding="utf-8") == fault
+
+
+def sample(logits_BV: torch.Tensor, rows: Any, *args: Any) -> Any:
+    if planted("hotter"):
+        return sampling.sample(logits_BV / 1.4, rows, *args)
+    tokens_B, logprobs_B = sampling.sample(logits_BV, rows, *args)
+    if planted("cut") or (planted("cut by top-p") and rows.truncated_R is not None):
+        all_BV = (logits_BV / rows.temperature_B[:, None]).log_softmax(-1)
+        out_BV = all_BV < logprobs_B[:, None] - 0.5
+        logprobs_B = all_BV.masked_fill(out_BV, -torch.inf).log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]
+    return tokens_B, logprobs_B
+
+
+def load_staged(model: Any, named_tensors: Any) -> None:
+    """Puts right what was planted in the model, and plants what is to be found in it."""
+    from sglang.srt.layers import logits_processor
+
+    model.lm_head = embedding = model.model.embed_tokens
+    load(model, named_tensors)
+    if planted("tied weight apart"):
+        model.lm_head = copy.copy(embedding)
+        weight = torch.nn.Parameter(embedding.weight * 1.1, requires_grad=False)
+        weight.__dict__.update(embedding.weight.__dict__)
+        model.lm_head._parameters = {"weight": weight}
+    (processor,) = (each for each in model.modules() if isinstance(each, logits_processor.LogitsProcessor))
+    logits_processor.fused_softcap = lambda logits, cap: logits.div_(cap).tanh_().mul_(cap)  # theirs is for GPUs
+    processor.final_logit_softcapping = 3.0 if planted("final soft cap") else None
+    for rope in (each for each in model.modules() if hasattr(each, "cos_sin_cache")):
+        rope.kept = getattr(rope, "kept", rope.cos_sin_cache)
+        positions_P = torch.arange(len(rope.kept))
+        rope.cos_sin_cache = rope.kept[positions_P // 2 if planted("rope") else positions_P]
+
+
+async def end_update(self: server.SglangServer, version: int) -> None:
+    """Keeps what was computed before the update."""
+    if not planted("old keys and values"):
+        return await ended(self, version)
+    await self.release("update")
+    self._update_lock.release()
+
+
+load, ended = scheduler.load_staged, server.SglangServer.end_update
+
+if __name__ == "__main__":
+    cpu.prepare()
+    sampler.sample = sample  # type: ignore[assignment]
+    scheduler.load_staged = load_staged
+    server.SglangServer.end_update = end_update  # type: ignore[method-assign]
+    server.main()
