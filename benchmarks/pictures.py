@@ -41,6 +41,7 @@ from roll.data.pictures import Pictures, Source
 from roll.data.prompts import Prompt, PromptSampler
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.data.row_pictures import replaced
+from roll.data.stored import hold
 from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
@@ -274,8 +275,11 @@ def run_step(
     """Rollouts, scores, training."""
     groups = scheduler.take(admission, number).groups
     if copied:
-        for item in (item for group in groups for item in group.items):
+        items = [item for group in groups for item in group.items]
+        hold(items)
+        for item in items:
             vars(item)["data"] = item.data.copy()
+        del items
     batch = groups_to_batch(groups, ["A"])
     del groups
     if not copied:
