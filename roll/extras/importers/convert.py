@@ -27,7 +27,7 @@ from roll.extras.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, ver
 from roll.extras.importers.common import drop_nulls, leaves
 from roll.extras.importers.draft import Draft, Kind, Outcome, value_at
 from roll.extras.importers.reading import Given, UnreadableError, read
-from roll.extras.importers.recognise import is_translated, media_in, variant_of
+from roll.extras.importers.recognise import is_translated, media_in, picture_family, variant_of
 from roll.extras.importers.roll_offline import read_students
 
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -398,8 +398,8 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
 _WITH_PICTURES = ("roll", "verl", "verl_sft")
 """Systems whose keys of pictures are translated."""
 _NO_MEDIA = (
-    "there is no video or sound here, and pictures are for models of the families Qwen2.5-VL, Qwen3-VL and Qwen3.5, of "
-    "files of ROLL and verl"
+    "there is no video or sound here, and pictures are for models of the families Qwen2.5-VL, Qwen3-VL, Qwen3.5, "
+    "GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1, of files of ROLL and verl"
 )
 
 
@@ -415,10 +415,15 @@ def _refuse_pictures(draft: Draft) -> None:
 
 def _check_engines_see(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Every role's engine is given pictures; a run asks only once the model's files are there."""
+    family = picture_family(config.pretrain)
     for role, worker in config.roles.items():
         card, name = worker.strategy_args.card, worker.strategy_args.strategy_name
-        if card is not None and (why := card.no_pictures(worker)):
-            other = "vllm" if role == "actor_infer" else "fsdp2_train" if role in TRAINED else "fsdp2_infer"
+        why = "" if card is None else card.no_pictures(worker)
+        if not why and card is not None and card.pictured and family and family not in card.pictured:
+            why = f"was compared on pictures with {', '.join(card.pictured)}, not with {family}"
+        if why:
+            generator = "hf_infer" if "was compared" in why else "vllm"
+            other = generator if role == "actor_infer" else "fsdp2_train" if role in TRAINED else "fsdp2_infer"
             expected = f"a strategy that takes pictures, such as {other} ({name} {why})"
             yield ConfigProblem(f"{role}.strategy_args.strategy_name", name, expected)
 

@@ -97,8 +97,22 @@ _HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projec
 
 
 _OTHER_MEDIA = re.compile(r"video|audio|omni|custom_data_kwargs")
-_FAMILIES = re.compile(r"qwen-?(?:2[._]5-?vl|3-?vl|3[._]5)")
-"""Models that are trained on pictures here, by name."""
+FAMILIES = {
+    "qwen2_5_vl": re.compile(r"qwen-?2[._]5-?vl"),
+    "qwen3_vl_moe": re.compile(r"qwen-?3-?vl-?\d+b-?a\d+b"),
+    "qwen3_vl": re.compile(r"qwen-?3-?vl"),
+    "qwen3_5": re.compile(r"qwen-?3[._]5"),
+    "glm4v": re.compile(r"glm-?4[._]?1v"),
+    "gemma3": re.compile(r"gemma-?3-"),
+    "llava": re.compile(r"llava-v?1[._]5"),
+    "mistral3": re.compile(r"mistral-small-3[._][12]"),
+}
+"""Names of models that are trained on pictures here, by ``model_type``; the first that fits."""
+
+
+def picture_family(name: str) -> str | None:
+    """``model_type`` of a model with pictures, by its name."""
+    return next((family for family, pattern in FAMILIES.items() if pattern.search(name.lower())), None)
 
 
 def is_translated(key: str, value: Any) -> bool:
@@ -106,7 +120,7 @@ def is_translated(key: str, value: Any) -> bool:
     name = key.rpartition(".")[2].lower()
     text = f"{name} {value}".lower()
     names_model = bool(_SIGNS[1][0].search(name) and _SIGNS[1][1].search(str(value).lower()))
-    return not _OTHER_MEDIA.search(text) and (not names_model or bool(_FAMILIES.search(text)))
+    return not _OTHER_MEDIA.search(text) and (not names_model or picture_family(text) is not None)
 
 
 def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from roll.extras.importers.common import leaves
 from roll.extras.importers.convert import DERIVE, annotate, convert, report
 from roll.extras.importers.draft import Draft, Kind, value_at
 from roll.extras.importers.reading import Given, read
-from roll.extras.importers.recognise import pictures_in
+from roll.extras.importers.recognise import picture_family, pictures_in
 from roll.extras.importers.table import DERIVE as DERIVED
 from roll.extras.importers.table import (
     DROP,
@@ -44,6 +44,7 @@ from roll.extras.importers.table import (
     spread,
     usual,
 )
+from roll.models.pictures import FAMILIES
 from roll.preflight.choices import CHECKS
 from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, ROLL, TO_DO, UNKNOWN, imported
 
@@ -439,7 +440,7 @@ def test_text_is_no_picture(values):
         ("roll", "pretrain=OpenGVLab/InternVL3-8B"),
         ("roll", "+actor_train.data_args.audio_folder=/sounds"),
         ("verl", "+data.video_key=clips"),
-        ("verl", "actor_rollout_ref.model.path=llava-hf/llava-1.5-7b-hf"),
+        ("verl", "actor_rollout_ref.model.path=lmms-lab/llava-onevision-qwen2-7b-ov"),
         ("verl_sft", "model.partial_pretrain=Qwen/Qwen2-VL-2B-Instruct"),
         ("chatlearn", "models.policy.load=/models/Qwen2.5-VL-7B-Instruct"),
         ("mindspeed", "generate_config.limit_mm_image_per_prompt=2"),
@@ -493,6 +494,19 @@ def test_an_engine_that_takes_no_pictures_is_named():
     assert found.exit_code == 1 and refused.keys() >= {"actor_train", "actor_infer"}
     assert "such as fsdp2_train (megatron_train takes no pictures with context" in refused["actor_train"].expected
     assert imported("verl", word, lost=set()).exit_code == 0
+    found = imported("verl", "actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking")
+    (refused,) = [each for each in found.result.problems if each.path.startswith("actor_infer")]
+    assert "such as hf_infer (vllm was compared on pictures with qwen2_5_vl" in refused.expected
+
+
+def test_every_family_with_pictures_is_known_by_the_name_of_a_model():
+    names = (
+        "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3.5-9B", "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        "llava-hf/llava-1.5-7b-hf", "zai-org/GLM-4.1V-9B-Thinking", "google/gemma-3-4b-it",
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+    )  # fmt: skip
+    assert tuple(map(picture_family, names)) == FAMILIES
+    assert picture_family("google/gemma-3n-E4B-it") is None
 
 
 def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_path):
