@@ -54,10 +54,10 @@ what is left to do. The report begins with both; with `--all` it also lists keys
 
 The exit code is 1 if a key is impossible or unknown or the result needs an edit, 2 if a file cannot be read, else 0.
 Files of ROLL and verl that train on pictures are translated, for models of the families Qwen2.5-VL, Qwen3-VL, Qwen3.5,
-GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1; ROLL's `DetectionRewardWorker` becomes the verifier `boxes`, and the rows of GEO3K in verl are scored as there
-(0.9 of `math`, 0.1 of the form). Others with pictures, and those with video or sound, recognised by keys, models and
-data sets, are refused. A role whose engine takes no pictures here is named, with one that does. Secrets are not
-copied. `roll train` with such a file prints the command to run.
+GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1; ROLL's `DetectionRewardWorker` becomes the verifier `boxes`, and the
+rows of GEO3K in verl are scored as there (0.9 of `math`, 0.1 of the form). Others with pictures, and those with video
+or sound, recognised by keys, models and data sets, are refused. A role whose engine takes no pictures here is named,
+with one that does. Secrets are not copied. `roll train` with such a file prints the command to run.
 """
 
 FIGURES = """\
@@ -126,7 +126,7 @@ What remains, and why:
 | verl `qwen2_5_vl-3b-visualwebinstruct` | not whole | a reward model that writes, of its branch |
 | verl with pictures under Megatron or SGLang: 5 of 17 | not valid | likewise |
 | verl `qwen2_5_vl-7b-trtllm` | not valid | no TensorRT-LLM here |
-| verl `glm41v_9b` | not valid, not whole | vLLM has not been compared on its family's pictures here; `data.enable_thinking` is unknown |
+| verl `glm41v_9b` | not valid, not whole | vLLM was not compared on its pictures; `data.enable_thinking` |
 | verl `geo3k+chartqa` | not whole | `data.sampling_ratios`, a key of its branch |
 | verl `qwen2_5_vl-7b_chartqa`, `geo3k+chartqa` | rewards to add | the script does not say what scores ChartQA's rows |
 | verl `qwen3_vl-30b-megatron`, `qwen3_vl-8b-fsdp2_npu` | cut short | a line ends the command there too; it is noted |
