@@ -204,10 +204,10 @@ def test_names_that_differ_only_in_case_are_refused():
 
 def test_a_long_text_against_a_slow_pattern_takes_bounded_time():
     start = time.process_time()
-    assert ActionParser(ACTIONS).parse("<answer>" * 50_000) is None
+    assert ActionParser(ACTIONS).parse("<answer>" * 100_000) is None
     think = ActionParser(ACTIONS, r"<think>.*?</think>\s*<answer>(.*?)</answer>")
-    assert think.parse("<think></think><answer>" * 5_000) is None
-    assert time.process_time() - start < 5.0
+    assert think.parse("<think></think><answer>" * 10_000) is None
+    assert time.process_time() - start < 20  # without a bound, hours
 
 
 @given(st.text())
