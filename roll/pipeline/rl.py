@@ -95,7 +95,7 @@ class RLPipeline(GroupRules, TrainingLoop):
         with phase("rollout") as span:
             batch, metrics = self.rollout(step)
             self.utilisation.generated(span, self.taken.sampled_tokens, beside=overlap is not None)
-        metrics |= self.roles.offload_manager.memory("rollout") | self.roles.rollout_replicas.take_update_metrics()
+        metrics |= self.roles.offload_manager.memory("rollout")
         if batch is None:
             with self.signals.deferred(), self.update(step):
                 self.commit()
@@ -163,6 +163,7 @@ class RLPipeline(GroupRules, TrainingLoop):
             self.overlap.record(collected)
         self.looks_learned = self.taken.look_at(step, collected)
         metrics = step_metrics(collected, filters=config.filters_groups) | self.more_metrics(collected)
+        metrics |= self.roles.rollout_replicas.take_update_metrics()
         metrics["rollout/attained"] = self.attained([*collected.groups, *collected.rejected])
         if not collected.groups:
             return None, metrics
