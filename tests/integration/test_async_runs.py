@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows, write
@@ -85,7 +86,8 @@ def kill(run: Run, victim: str, rng: random.Random) -> bool:
     if victim == "driver":
         run.process.kill()
         return True
-    workers = [pid for pid in run.processes() if f"ray::{victim}" in command(pid)]
+    forks = {child.pid for child in psutil.Process().children(recursive=True)}  # of ``tests/support/warm``
+    workers = [pid for pid in sorted({*run.processes(), *forks}) if f"ray::{victim}" in command(pid)]
     if not workers:
         return False
     try:
