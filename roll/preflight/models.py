@@ -560,8 +560,7 @@ def pictures_refused(config: PipelineConfig) -> str:
 def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Programs and tools show pictures to a policy that takes them alone, and so do verifiers to a judge."""
     for key, model in _shown_judges(config):
-        path = Path(model).expanduser() / "config.json"
-        if path.is_file() and not json.loads(path.read_text(encoding="utf-8")).get("vision_config"):
+        if _has_no_tower(Path(model).expanduser()):
             yield ConfigProblem(key, True, f"false: the judge {model} takes no pictures")
     for key in config.showing if isinstance(config, RLConfig) else ():
         if why := _blindness(config):
@@ -579,11 +578,14 @@ def check_pixels(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def _blindness(config: PipelineConfig) -> str:
     """Why the policy is shown no pictures, in words; empty: it is, or its model is not here."""
-    path = model_folder(config.pretrain) / "config.json"
-    is_blind = config.pretrain in (SMOLLM2, TINY)
-    if path.is_file() and not is_blind:
-        is_blind = not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
+    is_blind = config.pretrain in (SMOLLM2, TINY) or _has_no_tower(model_folder(config.pretrain))
     return pictures_refused(config) or (f"the model {config.pretrain} takes no pictures" if is_blind else "")
+
+
+def _has_no_tower(folder: Path) -> bool:
+    """Tells whether the model in a folder takes no pictures; false where it is not here."""
+    path = folder / "config.json"
+    return path.is_file() and not json.loads(path.read_text(encoding="utf-8")).get("vision_config")
 
 
 def _shown_judges(config: PipelineConfig) -> Iterator[tuple[str, str]]:

@@ -11,8 +11,7 @@ from pydantic import Field
 
 from roll.configs.engines.arguments import EngineSource
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy, task_of
-from roll.configs.engines.hf_infer import WINDOWED as WINDOW
-from roll.configs.engines.hf_infer import layer_kinds
+from roll.configs.engines.hf_infer import WINDOWED, layer_kinds
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ JOINED = {
 }
 """Layers that SGLang computes as one, and those of them without which it loads no adapter."""
 
-WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")
+COMPUTES_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")
 """Families whose windows SGLang computes; its Llama, Qwen and Mixtral, which others share, read all that is before."""
 
 
@@ -187,7 +186,7 @@ def check_model(
 def window_problem(sizes: PreTrainedConfig, sequence_length: int) -> str:
     """What a model has that SGLang does not compute for sequences of this length; empty if there is nothing."""
     window = getattr(sizes, "sliding_window", None)
-    fits = window is None or sequence_length <= window or WINDOW not in layer_kinds(sizes)
-    if fits or sizes.model_type in WINDOWED:
+    fits = window is None or sequence_length <= window or WINDOWED not in layer_kinds(sizes)
+    if fits or sizes.model_type in COMPUTES_WINDOWS:
         return ""
     return f"SGLang's {sizes.model_type} has no windows, and is right up to a sequence_length of {window}"

@@ -418,11 +418,13 @@ def _check_engines_see(config: PipelineConfig) -> Iterator[ConfigProblem]:
     family = picture_family(config.pretrain)
     for role, worker in config.roles.items():
         card, name = worker.strategy_args.card, worker.strategy_args.strategy_name
-        why = "" if card is None else card.no_pictures(worker)
-        if not why and card is not None and card.pictured and family and family not in card.pictured:
+        if card is None:
+            continue
+        why, generator = card.no_pictures(worker), "vllm"
+        if not why and card.pictured and family and family not in card.pictured:
             why = f"was compared on pictures with {', '.join(card.pictured)}, not with {family}"
+            generator = "hf_infer"
         if why:
-            generator = "hf_infer" if "was compared" in why else "vllm"
             other = generator if role == "actor_infer" else "fsdp2_train" if role in TRAINED else "fsdp2_infer"
             expected = f"a strategy that takes pictures, such as {other} ({name} {why})"
             yield ConfigProblem(f"{role}.strategy_args.strategy_name", name, expected)
