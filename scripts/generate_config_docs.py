@@ -22,7 +22,6 @@ from roll.configs.algorithm import (
 from roll.configs.base import Config
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.configs.distill import DistillConfig, DistillLossConfig
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.offline import HeldOutConfig, OfflineConfig, SFTConfig
@@ -50,7 +49,7 @@ from roll.configs.rewards import AskedModelConfig, JudgeEngine, RewardConfig, Re
 from roll.configs.rl import RLConfig, ValInferConfig
 from roll.configs.rlvr import RLVRConfig, UserConfig
 from roll.configs.schema import default_text, range_text, type_text
-from roll.configs.teacher import OnPolicyDistillationConfig, TaggedTeacherConfig, TeacherConfig
+from roll.configs.teacher import DivergenceConfig, OnPolicyDistillationConfig, TaggedTeacherConfig, TeacherConfig
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.configs.worker import (
     GeneratingArguments,

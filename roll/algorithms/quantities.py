@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roll.configs.divergence import DivergenceConfig
+from roll.configs.teacher import DivergenceConfig
 from roll.data.batch import Batch
 from roll.data.kept_sets import KeptSets
 

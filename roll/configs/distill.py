@@ -8,13 +8,12 @@ from typing import Literal
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.offline import OFFLINE_RULES, OfflineConfig, check_responses
 from roll.configs.pipeline import PromptWarmStartConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import check_tiny_teacher
 from roll.configs.rules import Rule
-from roll.configs.teacher import TinyTeacherConfig
+from roll.configs.teacher import DivergenceConfig, TinyTeacherConfig
 from roll.configs.worker import WorkerConfig
 
 

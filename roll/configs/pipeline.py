@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
 from roll.configs.base import Config
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+if TYPE_CHECKING:
+    from roll.configs.teacher import DivergenceConfig
 
 
 class ProfilerConfig(Config):

@@ -1,20 +1,67 @@
-"""The teacher of a distillation: its model, its role, and its term in reinforcement learning."""
+"""The teacher of a distillation: its model, its role, how distributions are compared, and its term in RL."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.pipeline import TINY, PromptWarmStartConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.worker import WorkerConfig
 
+KdObjective: TypeAlias = Literal["forward_kl", "reverse_kl", "js_divergence", "skewed_forward_kl", "skewed_reverse_kl"]
 OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
+
+
+class JsDivergence(Config):
+    """The generalised Jensen–Shannon divergence."""
+
+    jsd_beta: float = Field(
+        default=0.5, gt=0, lt=1, description="Weight of the teacher in the mixture and in the sum of js_divergence."
+    )
+
+
+class SkewedKl(Config):
+    """A KL to a mixture."""
+
+    skew_lambda: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="Share that the first distribution of a skewed KL has in the mixture; 0 is the plain KL.",
+    )
+
+
+KD_OBJECTIVES: dict[str, type[Config]] = {
+    "forward_kl": Config,
+    "reverse_kl": Config,
+    "js_divergence": JsDivergence,
+    "skewed_forward_kl": SkewedKl,
+    "skewed_reverse_kl": SkewedKl,
+}
+"""By ``kd_objective``: the keys that it reads."""
+
+
+class DivergenceConfig(SkewedKl, JsDivergence):
+    """The divergence between the teacher's next-token distribution and the policy's."""
+
+    choices: ClassVar = {"kd_objective": KD_OBJECTIVES}
+
+    kd_objective: KdObjective = Field(
+        default="forward_kl",
+        description="forward_kl (teacher to policy), reverse_kl (policy to teacher), js_divergence (generalised "
+        "Jensen–Shannon), or one of the KLs to a mixture of both (skewed_forward_kl, skewed_reverse_kl).",
+    )
+    logits_topk: int | None = Field(
+        default=None,
+        ge=1,
+        description="Compare this many of the teacher's most likely tokens, and the mass of all others as one. null: "
+        "the whole vocabulary, for which the teacher returns its final hidden states.",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Pictures at addresses: from hosts that are allowed, within bounds, fetched once into a cache of files by content.
+"""Addresses: which are this machine, and pictures at the others, fetched once into a cache of files by content.
 
-An address that was fetched is not asked again, so that a run that goes on later has the same pictures; whoever wants
-new ones deletes the cache.
+Only hosts that are allowed are asked, within bounds. An address that was fetched is not asked again, so that a run that
+goes on later has the same pictures; whoever wants new ones deletes the cache.
 """
 
 from __future__ import annotations
@@ -37,6 +37,17 @@ _ATTEMPTS = 3
 _RETRIED = (408, 429)
 _THREADS = 16
 _KEY = "data_args.image_urls"
+
+
+def is_loopback(host: str) -> bool:
+    """Tells whether a name or address is this machine itself, which no proxy leads to."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
 
 
 class PictureError(ValueError):

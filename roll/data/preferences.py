@@ -30,7 +30,7 @@ from roll.data.conversations import (
     to_batch,
     try_out,
 )
-from roll.data.files import DataError, Row
+from roll.data.files import DataError, Problems, Row, read_rows
 from roll.data.pictures import Reach
 from roll.data.prompt_rows import (
     Heard,
@@ -46,6 +46,7 @@ from roll.data.prompt_rows import (
     row_tools,
     short,
 )
+from roll.data.questions import question_in
 from roll.data.reading import Reading
 from roll.data.renderer import items_of
 from roll.data.row_pictures import with_items
@@ -390,3 +391,60 @@ def row_steps(values: Mapping[str, Any], columns: RewardColumns) -> tuple[tuple[
     if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
         raise RowError(f"column {columns.step_labels!r}: {short(labels)}, expected true, false or numbers from 0 to 1")
     return tuple(steps), tuple(map(float, labels))
+
+
+def best_and_worst(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
+    """The best and the worst answer of each group whose scores differ, as rows with ``chosen`` and ``rejected``.
+
+    A ``dataset_cls``. Equal scores go by the order in the file. Rows also have ``messages`` (what was asked),
+    ``prompt`` (the same where it is one text), ``margin`` (the difference of the scores), ``tag`` and ``solution``.
+
+    Args:
+        args: ``file_name`` names the files.
+        seed: nothing is drawn.
+
+    Raises:
+        DataError: files that cannot be read, lines that are no episodes, episodes of several turns, or no pair.
+    """
+    problems = Problems()
+    groups: dict[tuple[str, int], list[tuple[float, str, dict[str, Any]]]] = {}
+    for row in read_rows(args.file_names, problems):
+        try:
+            group, episode = _episode(row)
+        except RowError as error:
+            problems.add(row.place, str(error))
+        else:
+            groups.setdefault(group, []).append(episode)
+    problems.raise_any()
+    found = False
+    for episodes in groups.values():
+        best, worst = max(episodes, key=lambda one: one[0]), min(episodes, key=lambda one: one[0])
+        if best[0] > worst[0] and best[1] != worst[1]:
+            found = True
+            yield best[2] | {"chosen": best[1], "rejected": worst[1], "margin": best[0] - worst[0]}
+    if not found:
+        seen = f"{sum(map(len, groups.values())):,} episodes of {len(groups):,} groups, none with two different scores"
+        raise DataError([f"{', '.join(args.file_names)}: {seen}; the steps of a run are in its rollout_dump_dir"])
+
+
+def _episode(row: Row) -> tuple[tuple[str, int], tuple[float, str, dict[str, Any]]]:
+    """Group, score, answer and question of an episode.
+
+    Raises:
+        RowError: it is no episode of one turn.
+    """
+    values = row.values
+    turns, info, group = (values.get(name) for name in ("turns", "info", "group_id"))
+    if not (isinstance(turns, list) and isinstance(info, dict) and isinstance(group, int) and "score" in values):
+        raise RowError("no episode of a run: expected group_id, score, info and turns")
+    if len(turns) != 1:
+        raise RowError(f"an episode of {len(turns)} turns, expected one answer to one prompt")
+    try:
+        asked, answer = question_in(info, turns[0]["observation"]), turns[0]["text"]
+    except (KeyError, TypeError) as error:
+        raise RowError(f"not an episode as a run writes it ({error!r})") from error
+    question = {"messages": asked, "tag": values.get("tag"), "solution": info.get("ground_truth")}
+    if len(asked) == 1:
+        question["prompt"] = asked[0]["content"]
+    file = row.name.rpartition(":")[0]
+    return (file, group), (finite(values["score"], "score"), answer, question)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from roll.models.low_precision import LowPrecision, scheme_of
 from roll.models.pictures import FAMILIES
+from roll.models.stored import LowPrecision, scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
 from roll.utils.foreign import describe_error

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.models.adapter_files import ADAPTER_CONFIG
-from roll.models.low_precision import scheme_in
-from roll.models.stored import StoredTensor
+from roll.models.stored import StoredTensor, scheme_in
 from roll.models.tokenizer import local_folder, locate_model, model_folder
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.quantities import BASIC, Divergence, Quantity, asked_of
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines.card import kind_of, task_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import VAL_INFER, RLConfig
+from roll.configs.teacher import DivergenceConfig
 from roll.configs.worker import ModelArguments, ReplayMode, TrainingArguments
 from roll.data.batch import Batch
 from roll.data.templates import ChatTemplate

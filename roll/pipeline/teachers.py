@@ -19,9 +19,9 @@ from roll.algorithms.distillation import NO_CHUNK, shared_logprobs, teacher_metr
 from roll.algorithms.quantities import TOP_COLUMNS
 from roll.algorithms.types import TokenScores
 from roll.configs.distill import DistillConfig
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.engine_rules import compute_dtype
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.teacher import DivergenceConfig
 from roll.data.batch import Batch
 from roll.data.columns import IntArray
 from roll.data.files import Problems

@@ -26,8 +26,8 @@ from roll.models.adapter_files import (
     read_adapter_config,
     unusual_entry,
 )
-from roll.models.low_precision import scheme_in
 from roll.models.measured import is_proved
+from roll.models.stored import scheme_in
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import (
     TOKENIZER_FILES,

@@ -414,7 +414,7 @@ def _reader(
     """
     from transformers import AutoModelForSequenceClassification
 
-    from roll.models.low_precision import scheme_in
+    from roll.models.stored import scheme_in
     from roll.models.weight_files import WeightFiles
 
     if (scheme := scheme_in(folder)) is None:

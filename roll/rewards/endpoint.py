@@ -17,8 +17,8 @@ from pydantic import ConfigDict, Field, SecretStr
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, Words
+from roll.data.addresses import is_loopback
 from roll.rewards.types import RewardError
-from roll.utils.addresses import is_loopback
 from roll.utils.threads import turn
 
 logger = logging.getLogger(__name__)

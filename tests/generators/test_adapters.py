@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy.generation.generator import EngineStoppedError
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.weights.buckets import WeightMismatchError
 from tests.support.contract import (
     LORA,

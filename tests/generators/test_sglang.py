@@ -20,7 +20,7 @@ from torch import Tensor
 from roll.configs.engines.sglang import CARD, OWNED_OPTIONS, SglangConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.generation.generator import EngineStoppedError
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tokenizer

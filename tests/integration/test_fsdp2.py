@@ -16,8 +16,8 @@ from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.quantities import BASIC, Divergence, KlToReference, hidden_states
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines import packages
+from roll.configs.teacher import DivergenceConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States, StrategyContext

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.generation.generator import EngineStoppedError
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.models.measured import packing_problem
 from roll.models.megatron.families import FAMILIES, REFUSED
 from roll.models.tiny import make_tokenizer

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.models.loading import load_causal_lm
-from roll.models.low_precision import LowPrecision
+from roll.models.stored import LowPrecision
 from roll.models.weight_files import WeightFiles
 from roll.rewards.classifiers import RewardModelConfig, load_classifier
 from tests.support.harness import Layout, make_batch, make_context, policy_loss

@@ -28,8 +28,8 @@ from roll.algorithms.preferences import build_preference_loss, build_reward_loss
 from roll.algorithms.quantities import BASIC, Divergence, Quantity
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.preference import PreferenceConfig, RewardLossConfig
+from roll.configs.teacher import DivergenceConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.kept_sets import kept_item

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
-from roll.utils.addresses import is_loopback
+from roll.data.addresses import is_loopback
 
 _MAX_BITS = 1 << 15
 """Of a product or power of integers: more digits than Python writes, few enough to be there at once."""

@@ -101,7 +101,7 @@ def run(job: Job) -> int:
         130 when it was interrupted: the same command goes on.
     """
     from roll.distributed.strategy import MissingEngineError
-    from roll.distributed.strategy.generation.generator import EngineStoppedError
+    from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 
     totals = Totals()
     started = time.monotonic()

@@ -25,12 +25,11 @@ from roll.configs.algorithm import (
     TrainInferFilterConfig,
 )
 from roll.configs.distill import DistillLossConfig
-from roll.configs.divergence import DivergenceConfig, KdObjective
 from roll.configs.parsing import rules_broken
 from roll.configs.policy_loss import PG_VARIANTS, LossAggMode
 from roll.configs.preference import PreferenceConfig, PreferenceLoss, RewardLossConfig
 from roll.configs.rl import RLConfig
-from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm
+from roll.configs.teacher import DivergenceConfig, KdObjective, OnPolicyDistillationConfig, OpdForm
 
 
 def test_defaults_and_all_names_known_or_foreign_have_no_problems():

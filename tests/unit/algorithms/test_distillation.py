@@ -24,8 +24,8 @@ from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.quantities import divergence_addends
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.distill import DistillLossConfig
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.rl import RLConfig
+from roll.configs.teacher import DivergenceConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch

@@ -13,10 +13,9 @@ from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns, RewardColumns
 from roll.data.conversations import Conversations, Scoring, check_conversations, encode_talk, load_conversations
 from roll.data.files import DataError
-from roll.data.preferences import load_preferences, load_scored
+from roll.data.preferences import best_and_worst, load_preferences, load_scored
 from roll.data.reading import Reading
 from roll.data.renderer import ChatRenderer
-from roll.data.rollout_pairs import best_and_worst
 from roll.data.template_check import LeftOut
 from roll.models.tiny import make_tokenizer
 from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer

@@ -32,7 +32,7 @@ from roll.algorithms.quantities import (
     logprobs,
 )
 from roll.algorithms.types import TokenScores
-from roll.configs.divergence import DivergenceConfig
+from roll.configs.teacher import DivergenceConfig
 from roll.data.batch import Batch
 from roll.data.kept_sets import kept_item
 from roll.data.packing import packed_row, rectangle, row_with_shared_prompts, take_micro_batch

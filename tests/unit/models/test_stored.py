@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from roll.models.loading import fit_folder, load_causal_lm, load_config, persistent_buffers
-from roll.models.low_precision import LowPrecision
-from roll.models.stored import StoredTensor
+from roll.models.stored import LowPrecision, StoredTensor
 from tests.support.known_families import KNOWN, make_known
 
 QUICK = {"qwen2", "qwen3_moe", "gpt_oss"}
@@ -48,7 +47,7 @@ def test_blocks_may_end_anywhere(sizes):
 
 
 def test_weights_of_few_bits_are_read_in_rows(monkeypatch):
-    monkeypatch.setattr("roll.models.low_precision._MAX_ELEMENTS", 50)
+    monkeypatch.setattr("roll.models.stored._MAX_ELEMENTS", 50)
     values, scales = torch.randn(23, 10).to(torch.float8_e4m3fn), torch.rand(6, 3)
     fp8 = LowPrecision("fp8", (4, 4), "F32").stored("w", values, scales)
     assert len(fp8.blocks) == 6

@@ -4,11 +4,13 @@ Some engines want a process to themselves: they install signal handlers, kill ev
 when they stop, and need other versions of packages than the rest of a run. Here they may. When such an engine dies,
 whatever the cause, its end of the connection closes, and every call that waits fails.
 
-This is the caller's side; the engine's is ``engine_server.py``.
+``EngineProcess`` is the caller's side, ``EngineServer`` the engine's. Messages are pickles of plain data, which never
+leave the two processes. This file imports the standard library alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -18,14 +20,17 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from roll.distributed.strategy.generation.generator import EngineStoppedError
-
 STOP_WAIT_S = 20.0
 """Time that an engine may take to end by itself before its processes are killed."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine failed or was shut down; ``__cause__`` holds the failure."""
 
 
 class EngineCallError(RuntimeError):
@@ -130,3 +135,48 @@ def _error(kind: str, message: str, trace: str) -> Exception:
     error = ValueError(message) if kind == "ValueError" else EngineCallError(f"{kind}: {message}")
     error.add_note(f"in the engine's process:\n{trace}")
     return error
+
+
+class EngineServer:
+    """The engine's side: calls the coroutines of ``target`` until the other side closes the connection."""
+
+    def __init__(self, file_descriptor: int) -> None:
+        self._socket = socket.socket(fileno=file_descriptor)
+        self._out = self._socket.makefile("wb")
+
+    def say(self, last_words: str) -> None:
+        """Tells why the engine is about to die."""
+        self._send(None, True, last_words)
+
+    async def serve(self, target: object) -> None:
+        loop, closed, tasks = asyncio.get_running_loop(), asyncio.Event(), set[asyncio.Task[None]]()
+
+        def start(number: int, method: str, args: tuple[Any, ...]) -> None:
+            task = loop.create_task(self._answer(number, getattr(target, method), args))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        def read() -> None:
+            # A caller that dies while it calls leaves a part of a pickle.
+            gone = contextlib.suppress(EOFError, OSError, pickle.UnpicklingError)
+            with self._socket.makefile("rb") as calls, gone:
+                while True:
+                    loop.call_soon_threadsafe(start, *pickle.load(calls))
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it ended before
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=read, name="calls", daemon=True).start()
+        await closed.wait()
+
+    async def _answer(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            result = await function(*args)
+        except Exception as error:  # raised again where the call came from
+            self._send(number, False, (type(error).__name__, str(error), traceback.format_exc()))
+        else:
+            self._send(number, True, result)
+
+    def _send(self, number: int | None, succeeded: bool, result: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody is there any more
+            pickle.dump((number, succeeded, result), self._out)
+            self._out.flush()

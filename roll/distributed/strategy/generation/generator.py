@@ -31,6 +31,7 @@ from roll.data.identity import items_along, vocabulary_ids
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.evidence import PROMPT, TEMPERATURE, Sketch, probe_prompt
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.receiver import UpdateStream, receive, tensors_of
 from roll.models.tokenizer import load_tokenizer
@@ -40,10 +41,6 @@ logger = logging.getLogger(__name__)
 _OF_GENERATORS = States.WEIGHTS | States.CACHE
 _COLDEST = 1e-30
 """Temperature below which logits that are divided by it leave the range of float32."""
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine failed or was shut down; ``__cause__`` holds the failure."""
 
 
 @dataclass

@@ -32,7 +32,8 @@ from roll.distributed.strategy.evidence import (
     layer_outputs,
     pictures_seen,
 )
-from roll.distributed.strategy.generation.generator import EngineStoppedError, Generator
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
+from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
 from roll.distributed.strategy.hf_infer.continuous_batching import (
     ContinuousBatching,

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from roll.distributed.strategy.generation.engine_server import EngineServer
+from roll.distributed.strategy.generation.engine_process import EngineServer
 from roll.distributed.strategy.sglang import cpu, sampler
 from roll.distributed.strategy.sglang.scheduler import (
     LAST_WORDS,

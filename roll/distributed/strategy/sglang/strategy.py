@@ -35,8 +35,7 @@ from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.evidence import Sketch, change_by
-from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.generation.generator import EngineStoppedError
+from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess, EngineStoppedError
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.prompt_scoring import SCORING
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator

@@ -60,7 +60,7 @@ from roll.models.loading import (
     to_hf_weights,
 )
 from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, is_transposed, matrix_name
-from roll.models.low_precision import scheme_of
+from roll.models.stored import scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, local_folder
 from roll.models.weight_files import WeightFiles
 

@@ -36,7 +36,8 @@ from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.evidence import Sketch
-from roll.distributed.strategy.generation.generator import EngineStoppedError, scratch_folder
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
+from roll.distributed.strategy.generation.generator import scratch_folder
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.vllm.arguments import (

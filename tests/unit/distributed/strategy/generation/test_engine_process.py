@@ -12,17 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from roll.distributed.strategy.generation import engine_server
-from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.generation.generator import EngineStoppedError
+from roll.distributed.strategy.generation import engine_process
+from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess, EngineStoppedError
 
-SERVER = Path(engine_server.__file__).parent
-"""The engine's side imports the standard library alone, and may do without the package's other imports."""
+SERVER = Path(engine_process.__file__).parent
+"""Both sides import the standard library alone; an engine may do without the package's other imports."""
 
 ENGINE = """
     import asyncio, os, pickle, subprocess, sys
     sys.path.insert(0, SERVER)
-    from engine_server import EngineServer
+    from engine_process import EngineServer
 
     class Engine:
         def __init__(self, server):

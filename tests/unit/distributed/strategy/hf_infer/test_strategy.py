@@ -28,7 +28,7 @@ from roll.data.batch import Batch
 from roll.data.kept_sets import kept_sizes
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.generation.generator import EngineStoppedError
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tokenizer

@@ -24,8 +24,8 @@ from roll.algorithms.quantities import (
     prob_square_sum,
     top1,
 )
-from roll.configs.divergence import DivergenceConfig
 from roll.configs.engines.megatron import CARD, MegatronConfig
+from roll.configs.teacher import DivergenceConfig
 from roll.distributed.strategy.megatron import model
 from roll.distributed.strategy.megatron.input import Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.scores import VocabularyScorer, VocabularyShare
