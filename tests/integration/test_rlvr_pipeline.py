@@ -13,6 +13,7 @@ import pytest
 
 from roll.__main__ import main as roll
 from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.report.parting import MEASURED
 from roll.rewards.types import Sample
 from roll.tracking.files import find_damage
 from tests.integration.conftest import AUTHENTICATED, ROOT, RayCluster, Run, assert_same_tensors, position, rows, write
@@ -95,7 +96,9 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr, 
 
 
 @pytest.mark.parametrize("commands", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr, tmp_path, ray_cluster, capsys, commands):
+def test_two_domains_are_trained_and_evaluated_to_the_end_and_a_step_is_replayed(
+    rlvr, replay, tmp_path, ray_cluster, capsys, commands
+):
     write(tmp_path / "train.jsonl", rows("t", [""] * 8) + rows("u", [""] * 8, "digits"))
     write(tmp_path / "val.jsonl", rows("v", ["", "equal", "x"]) + rows("w", [""] * 3, "digits"))
     verifiers = (
@@ -106,6 +109,7 @@ def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr, tmp_path, ray_cl
         "validation.generating_args={num_return_sequences: 4, max_new_tokens: 3}",
         "rollout_batch_size=8",
         "val_batch_size=null",
+        f"rollout_dump_dir={tmp_path / 'kept'}",
         *another_reference_and_tokenizer(tmp_path),
     ).ended()
     assert run.metrics[1]["reward/kl"] > 0.01, "before the first update the policy is not its reference"
@@ -126,6 +130,10 @@ def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr, tmp_path, ray_cl
         assert metrics["reward/digits/score"] == pytest.approx(weighted)
         assert metrics["reward/digits/Letters/letters"] > 0, "the verifier's own number"
     check_evaluations(run)
+    said, again = replay(run, 1)
+    names = [name for name in again if not name.startswith(MEASURED)]
+    assert {"actor/loss", "actor/grad_norm", "reward/kl"} <= set(names) and "equal to the bit" in said
+    assert {name: again[name] for name in names} == {name: run.metrics[1][name] for name in names}
     if commands:
         check_commands(run, ray_cluster, tmp_path, capsys)
 
