@@ -1,14 +1,16 @@
 """Generation speed of every generator that is installed beside ``transformers.generate`` on the same requests.
 
-    python benchmarks/generate.py [--engines hf_infer,vllm,sglang] [--threads 1] [--json out.json]
+    python benchmarks/generate.py [--engines hf_infer,vllm,sglang] [--threads 1] [--model smollm2] [--json out.json]
 
 SGLang is found in the environment that ``make test-sglang`` makes, or in the one of ``ROLL_SGLANG_PYTHON``.
 
-Workloads, both on the embedded tiny model with random weights:
+Workloads on the embedded tiny model with random weights:
 
 - ``short``: 256 clients, each asking for one completion after the other (prompts of 20–30 tokens, 4–6 new tokens), as
   environment managers do; ``transformers`` gets the same requests in padded batches of 256.
 - ``long``: 64 prompts of 8–64 tokens, 64 new tokens each, all at once.
+
+With ``--model``, a folder or ``smollm2``, on that model instead: ``long`` with 128 such prompts, 64 at a time.
 
 Tokens per second count new tokens only; the time includes prefill. The best of ``--repeats`` runs is reported, since
 on a shared machine only the best says what the code costs.
@@ -36,6 +38,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import GenerateStrategy, StrategyContext
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
+from roll.models.tokenizer import locate_model
 
 PACKAGES = packages()
 
@@ -51,7 +54,7 @@ def make_requests(count: int, prompt: tuple[int, int], new: tuple[int, int], voc
         GenerateRequest(
             str(i),
             np.array([rng.randrange(vocab) for _ in range(rng.randint(*prompt))]),
-            SamplingParams(max_new_tokens=rng.randint(*new), seed=i),
+            SamplingParams(max_new_tokens=rng.randint(*new), seed=i, ignore_eos=True),
         )
         for i in range(count)
     ]
@@ -137,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", help="default: the embedded tiny model")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--engines", default="hf_infer,vllm,sglang", help="default: %(default)s, if installed")
     args = parser.parse_args()
@@ -144,14 +148,15 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for engines in processes of their own
     figures: dict[str, float] = {"threads": args.threads, "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tiny"
-        make_tiny_model(path, seed=0, num_heads=2)  # vLLM takes no narrower heads
-        model = load_causal_lm(str(path))
+        path = Path(folder) / "tiny" if args.model is None else Path(locate_model(args.model)[0])
+        if args.model is None:
+            make_tiny_model(path, seed=0, num_heads=2)  # vLLM takes no narrower heads
+        model = load_causal_lm(str(path), dtype=torch.float32)
         vocab = model.config.vocab_size
-        workloads = {
-            "short": (make_requests(2048, (20, 30), (4, 6), vocab), 256),
-            "long": (make_requests(64, (8, 64), (64, 64), vocab), 64),
-        }
+        count = 64 if args.model is None else 128
+        workloads = {"long": (make_requests(count, (8, 64), (64, 64), vocab), 64)}
+        if args.model is None:
+            workloads["short"] = (make_requests(2048, (20, 30), (4, 6), vocab), 256)
         for name, (requests, clients) in workloads.items():
             figures[f"{name}/transformers"] = max(
                 run_transformers(model, requests, clients) for _ in range(args.repeats)
