@@ -36,7 +36,7 @@ _MOST_HOPS = 5
 _ATTEMPTS = 3
 _RETRIED = (408, 429)
 _THREADS = 16
-_KEY = "data_args.image_urls"
+_KEY = "image_urls"
 
 
 def is_loopback(host: str) -> bool:

@@ -465,7 +465,7 @@ def located(source: Any, reach: Reach | None) -> Any:
     if _URL.match(source) and not source.startswith("file://"):
         if reach is not None and reach.hosts is not None:
             return Address(source, reach.hosts)
-        expected = "base64 or a data URI" if reach is None else "a path or the bytes (or data_args.image_urls)"
+        expected = "base64 or a data URI" if reach is None else "a path or the bytes (or image_urls)"
         raise PictureError(f"{shown(source)!r}: pictures are not fetched from addresses, expected {expected}")
     if _BASE64.fullmatch(source) and (found := _decoded(source)).startswith(_MAGIC):
         return found
@@ -487,7 +487,7 @@ def _reached(path: str, reach: Reach) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise PictureError(f"{path[:200]!r}: no path ({describe_error(error)})") from error
     if not (reach.outside or found.is_relative_to(root)):
-        keys = "data_args.image_folder, image_outside_folder"
+        keys = "image_folder, image_outside_folder"
         raise PictureError(f"{path!r}: outside of {str(root)!r} ({keys})")
     return _file(found)
 

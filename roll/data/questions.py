@@ -13,7 +13,16 @@ from roll.configs.data import DataArguments
 from roll.data.files import Problems, Row, read_rows
 from roll.data.identity import conversation_digest
 from roll.data.pictures import Reach, Source
-from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_messages, row_tools
+from roll.data.prompt_rows import (
+    Message,
+    RowError,
+    check_encodable,
+    finite,
+    lookup,
+    picture_reach,
+    row_messages,
+    row_tools,
+)
 from roll.data.row_pictures import PARTS, sources_in
 from roll.data.tool_messages import PICTURE, Tool, in_words, text_of
 
@@ -24,6 +33,7 @@ ANSWERS = "answers"
 
 CONVERSATION = "conversation"
 """Entry of an episode's info: the messages of a question that is more than one, as JSON."""
+_IMAGES = DataArguments()
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ def read_questions(
     *,
     system: str | None = None,
     without: str = ANSWERS,
-    image_folder: str | None = None,
+    images: DataArguments = _IMAGES,
 ) -> Iterator[tuple[Row, Question]]:
     """The questions of files, in order; what is wrong goes to ``problems``.
 
@@ -64,20 +74,15 @@ def read_questions(
         column: of the question, a text or a list of messages; ``None``: the first of ``PROMPTS`` that there is.
         system: message of the system, for the rows that have none.
         without: a column that the rows must not have, as it will be written.
-        image_folder: as ``DataArguments.image_folder``; the column of pictures is ``images``.
+        images: where pictures may be; their column is ``images``.
     """
     for row in read_rows(files, problems):
         try:
             if without in row.values:
                 raise RowError(f"column {without!r} exists already; expected an unused name: --answer-key NAME")
-            yield row, question_of(row.values, column, system, _reach(row, image_folder))
+            yield row, question_of(row.values, column, system, picture_reach(images, row.file))
         except RowError as error:
             problems.add(row.place, str(error))
-
-
-def _reach(row: Row, image_folder: str | None) -> Reach:
-    """Where a row's pictures may lie."""
-    return Reach(Path(row.file).parent if image_folder is None else Path(image_folder).expanduser())
 
 
 def question_of(
@@ -198,7 +203,7 @@ def read_responses(
     *,
     without: str,
     shows: bool = False,
-    image_folder: str | None = None,
+    images: DataArguments = _IMAGES,
 ) -> Iterator[ResponseRow]:
     """The answers in files, in order; what is wrong goes to ``problems``.
 
@@ -206,7 +211,7 @@ def read_responses(
         files: see ``read_rows``: what ``roll generate`` writes, a run's episodes, or any rows with a column of answers.
         without: a column that the rows must not have, as it will be written.
         shows: rows bring their pictures, which must be there.
-        image_folder: as for ``read_questions``.
+        images: as for ``read_questions``.
     """
     for row in read_rows(files, problems):
         try:
@@ -215,7 +220,7 @@ def read_responses(
             if columns.answers is None and isinstance(row.values.get(TURNS), list):
                 yield _episode(row, columns, shows=shows)
             else:
-                yield _answered(row, columns, _reach(row, image_folder) if shows else None)
+                yield _answered(row, columns, picture_reach(images, row.file) if shows else None)
         except RowError as error:
             problems.add(row.place, str(error))
 

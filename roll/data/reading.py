@@ -12,11 +12,11 @@ import numpy as np
 
 from roll.configs.data import DataArguments
 from roll.configs.resuming import Rows
-from roll.data.addresses import Address, PictureError, fetch_all
+from roll.data.addresses import Address
 from roll.data.files import DataError, Problems, Row, Unreadable, plain_row, read_rows
-from roll.data.pictures import Reach
+from roll.data.pictures import Reach, Source
 from roll.data.prompt_rows import RowError, passes, picture_reach, unread_columns
-from roll.data.row_pictures import sources_in
+from roll.data.row_pictures import fetch, sources_in
 from roll.data.tool_messages import Message
 from roll.utils.hashing import Checksum, derive_seed
 from roll.utils.progress import advance
@@ -46,8 +46,8 @@ class Reading:
     _content: Any = field(default_factory=Checksum, repr=False)
     _place: str = ""
     """Of the row that is read."""
-    _elsewhere: list[tuple[str, str, Address]] = field(default_factory=list, repr=False)
-    """Pictures to fetch, with the places of their rows and in these."""
+    _elsewhere: list[tuple[str, Source]] = field(default_factory=list, repr=False)
+    """Pictures to fetch, with the places of their rows."""
 
     def note(self, file: str, what: str, place: str) -> None:
         """Counts a row of a file."""
@@ -100,9 +100,7 @@ class Reading:
         if self.no_pictures and sources:
             unread = "data_args.image: null: the column is not read"
             raise RowError(f"{len(sources)} pictures, but {self.no_pictures} ({unread})")
-        self._elsewhere += [
-            (self._place, each.place, each.found) for each in sources if isinstance(each.found, Address)
-        ]
+        self._elsewhere += [(self._place, each) for each in sources if isinstance(each.found, Address)]
 
     def _add_bytes(self, value: Any) -> None:
         """Adds the bytes of pictures, which are no JSON, to the content."""
@@ -154,12 +152,8 @@ class Reading:
         """
         self.problems.raise_any()
         if self.head is None and self._elsewhere:
-            found = fetch_all(address for *_, address in self._elsewhere)
-            for place, inside, address in self._elsewhere:
-                if isinstance(got := found[address], PictureError):
-                    self.problems.add(place, f"{inside}: {got}")
-                else:
-                    self._content.update(got.encode())
+            for digest in fetch(self._elsewhere, self.problems):
+                self._content.update(digest.encode())
         self.problems.raise_any()
         if not samples:
             rows, where = self.counts["rows"], self.args.dataset_cls or ", ".join(self.args.file_names)

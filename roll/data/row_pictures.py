@@ -9,13 +9,14 @@ import json
 import mmap
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
 
-from roll.data.addresses import Address
+from roll.data.addresses import Address, fetch_all
 from roll.data.columns import Item
+from roll.data.files import Problems
 from roll.data.pictures import PictureError, Pictures, Reach, Source, located
 from roll.data.tool_messages import PICTURE, Content, Message, in_words, joined, text_of
 
@@ -156,6 +157,26 @@ def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank:
     if blank and any(isinstance(source.found, Address) and not source.found.is_here for source in sources):
         return in_words(messages)
     return replaced(messages, pictures.blank if blank else pictures.item)
+
+
+def fetch(sources: Iterable[tuple[str, Source]], problems: Problems) -> list[str]:
+    """Fetches the pictures that are at addresses.
+
+    Args:
+        sources: with the places of their rows.
+        problems: take those that cannot be had.
+
+    Returns:
+        The hashes of the others' bytes, in order.
+    """
+    wanted = [(place, source) for place, source in sources if isinstance(source.found, Address)]
+    found, digests = fetch_all(source.found for _, source in wanted), list[str]()
+    for place, source in wanted:
+        if isinstance(got := found[source.found], PictureError):
+            problems.add(place, f"{source.place}: {got}")
+        else:
+            digests.append(got)
+    return digests
 
 
 def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:

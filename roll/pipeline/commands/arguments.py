@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.configs import SHIPPED
 from roll.pipeline.cli import locate
 from roll.pipeline.commands import completion
+
+if TYPE_CHECKING:
+    from roll.configs.data import DataArguments
 
 MODEL = "a run's folder, a checkpoint, a model's folder, a name on the hub, or smollm2"
 
@@ -76,9 +79,7 @@ def _add_generate(commands: Any) -> None:
         "--prompt-key", metavar="COLUMN", help="column with texts or lists of messages (messages, else prompt)"
     )
     parser.add_argument("--answer-key", metavar="COLUMN", default="answers", help="column for the responses (answers)")
-    parser.add_argument(
-        "--image-folder", metavar="DIR", help="folder of the pictures that rows name (that of the file of prompts)"
-    )
+    _add_images(parser)
     parser.add_argument("--chat", action="store_true", help="send texts as messages, through the chat template")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="responses per prompt (1)")
     parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="requests at the same time (128)")
@@ -93,7 +94,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     files, words = _files_and_words(options, "generate")
     try:
-        worker = generator_section(options.engine, _sampling(options), words)
+        worker, images = generator_section(options.engine, _sampling(options), words), _images(options)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, "roll generate"))
         return EXIT_USAGE
@@ -107,7 +108,7 @@ def _generate(options: argparse.Namespace) -> int:
         num_answers=options.n,
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
-        image_folder=options.image_folder,
+        images=images,
         system=options.system,
         chats=options.chat,
         sequence_length=options.max_length,
@@ -116,6 +117,36 @@ def _generate(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
     )
     return run(job)
+
+
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image-folder", metavar="DIR", help="folder of the pictures that rows name (the file's own)")
+    parser.add_argument("--image-outside-folder", action="store_true", help="pictures' paths may lead out of it")
+    parser.add_argument(
+        "--image-urls",
+        metavar="HOSTS",
+        help="pictures may be at addresses of these hosts, with commas between them; any: of all public ones",
+    )
+
+
+def _images(options: argparse.Namespace) -> DataArguments:
+    """Where pictures of rows may be.
+
+    Raises:
+        ConfigErrors: names that are none of hosts.
+    """
+    from roll.configs.data import DataArguments
+    from roll.configs.problems import ConfigErrors
+
+    hosts = options.image_urls
+    args = DataArguments(
+        image_folder=options.image_folder or None,
+        image_outside_folder=options.image_outside_folder,
+        image_urls=hosts == "any" or (hosts.split(",") if hosts is not None else False),
+    )
+    if problems := list(args.problems()):
+        raise ConfigErrors(problems)
+    return args
 
 
 def _add_chat(commands: Any) -> None:
@@ -252,7 +283,7 @@ def _add_score(commands: Any) -> None:
         "--tag-key", metavar="COLUMN", default="tag", help="column of the tag, which selects the domain (tag)"
     )
     parser.add_argument("--score-key", metavar="COLUMN", default="scores", help="column for the scores (scores)")
-    parser.add_argument("--image-folder", metavar="DIR", help="folder of the pictures that rows name, for a judge")
+    _add_images(parser)
     parser.add_argument("--processes", type=int, metavar="N", help="child processes for each domain's rules")
 
 
@@ -266,14 +297,14 @@ def _score(options: argparse.Namespace) -> int:
     _refuse_below_one(options, "score", {"--processes": options.processes})
     config = None if options.config is None else _locate(options.config)
     try:
-        rewards = rewards_of(config, options.verifier, words)
+        rewards, images = rewards_of(config, options.verifier, words), _images(options)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, options.config or "roll score"))
         return EXIT_USAGE
     truth = None if options.no_truth else options.truth_key
     columns = AnswerColumns(options.answer_key, options.prompt_key, truth, options.tag_key)
     output = options.output, options.score_key, options.summary
-    job = Job(files, columns, rewards, *output, options.processes, options.image_folder)
+    job = Job(files, columns, rewards, *output, options.processes, images)
     return run(job)
 
 

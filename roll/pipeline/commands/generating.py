@@ -10,10 +10,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.configs.data import DataArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.files import DataError, Problems, Row, Unreadable, find_files
 from roll.data.questions import Question, read_questions
@@ -46,7 +47,8 @@ class Job:
     num_answers: int = 1
     prompt_key: str | None = None
     answer_key: str = "answers"
-    image_folder: str | None = None
+    images: DataArguments = field(default_factory=DataArguments)
+    """Where pictures of rows may be."""
     system: str | None = None
     chats: bool = False
     """Texts are asked as messages."""
@@ -65,7 +67,7 @@ class Job:
         problems = Problems()
         files = {str(path): checksum_of(path) for path in find_files(self.files, problems)}
         problems.raise_any()
-        names: tuple[str, ...] = (
+        names = (
             "model",
             "num_answers",
             "prompt_key",
@@ -75,10 +77,10 @@ class Job:
             "sequence_length",
             "seed",
         )
-        names += ("image_folder",) * (self.image_folder is not None)
         parts = {"model_args", "generating_args", "strategy_args", "data_args"}
         section = self.worker.model_dump(mode="json", include=parts, exclude_defaults=True)
-        return {"files": files, **{name: getattr(self, name) for name in names}, "generator": section}
+        images = self.images.model_dump(exclude_defaults=True)
+        return {"files": files, **{name: getattr(self, name) for name in names}, **images, "generator": section}
 
 
 @dataclass
@@ -158,19 +160,21 @@ def _check(job: Job) -> int:
 
 
 def _check_pictures(job: Job) -> None:
-    """Decodes every picture once.
+    """Fetches those at addresses, and decodes every picture once.
 
     Raises:
         DataError: those that cannot be used.
         ValueError: the model or the engine takes none.
     """
-    from roll.data.row_pictures import with_items
+    from roll.data.row_pictures import fetch, sources_in, with_items
     from roll.distributed.strategy.generation.alone import local_pictures
 
     pictures, why = local_pictures(job.model, job.worker, _tokenizer(job))
     if pictures is None:
         raise ValueError(f"{', '.join(job.files)}: there are pictures, but {why}")
-    problems = Problems()
+    problems, rows = Problems(), _rows(job, Problems())
+    fetch(((row.place, source) for row, question in rows for source in sources_in(question.messages)), problems)
+    problems.raise_any()
     for row, question in _rows(job, Problems()):
         try:
             with_items(question.messages, pictures, blank=True)
@@ -187,7 +191,7 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase:
 
 
 def _rows(job: Job, problems: Problems) -> Iterator[tuple[Row, Question]]:
-    keys: dict[str, Any] = {"system": job.system, "without": job.answer_key, "image_folder": job.image_folder}
+    keys: dict[str, Any] = {"system": job.system, "without": job.answer_key, "images": job.images}
     return read_questions(job.files, job.prompt_key, problems, **keys)
 
 

@@ -8,18 +8,21 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from roll.configs.compose import compose_config, mapping_of
+from roll.configs.data import DataArguments
 from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
+from roll.data.addresses import Address
 from roll.data.files import DataError, Problems, find_files
 from roll.data.prompts import Prompt
 from roll.data.questions import AnswerColumns, ResponseRow, read_responses
+from roll.data.row_pictures import fetch
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, report
 from roll.pipeline.commands.progress import page, progress
 from roll.rewards.accuracy import Tally
@@ -32,6 +35,7 @@ from roll.utils.threads import in_order
 
 if TYPE_CHECKING:
     from roll.configs.rewards import JudgeEngine
+    from roll.data.pictures import Source
     from roll.rewards.judge import HostedModel
 
 SHOWN_ERRORS = 3
@@ -51,7 +55,8 @@ class Job:
     score_key: str
     summary: Path | None
     num_processes: int | None
-    image_folder: str | None = None
+    images: DataArguments = field(default_factory=DataArguments)
+    """Where pictures of rows may be."""
 
 
 def rewards_of(config: tuple[str, Path] | None, verifier: str | None, words: Sequence[str]) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def run(job: Job) -> int:
 
 
 def _rows(job: Job, shows: bool, problems: Problems) -> Iterator[ResponseRow]:
-    more: Any = {"without": job.score_key, "shows": shows, "image_folder": job.image_folder}
+    more: Any = {"without": job.score_key, "shows": shows, "images": job.images}
     return read_responses(job.files, job.columns, problems, **more)
 
 
@@ -130,6 +135,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig], rows: Callable[[Proble
     """
     problems, count, shown = Problems(), 0, Counter[str]()
     asked: list[tuple[str, Prompt]] = []
+    pictures: list[tuple[str, Source]] = []
     taken = {path.resolve(): "a file of answers" for path in find_files(job.files, Problems())}
     for option, path in (("--output", job.output), ("--summary", job.summary)):
         if path is not None and (seen := "a folder" if path.is_dir() else taken.get(path.resolve())):
@@ -138,6 +144,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig], rows: Callable[[Proble
             taken[path.resolve()] = f"that of {option}"
     for row in rows(problems):
         count += 1
+        pictures += [(row.row.place, each) for each in row.pictures if isinstance(each.found, Address)]
         try:
             name = domain_of(domains, row.tag)
             shown[name] += row.has_pictures
@@ -146,6 +153,8 @@ def _check(job: Job, domains: Mapping[str, RewardConfig], rows: Callable[[Proble
             asked.append((row.row.place, Prompt(row.group, str(tag), messages, row.truth, row.extra)))
         except ValueError as error:
             problems.add(row.row.place, str(error))
+    problems.raise_any()
+    fetch(pictures, problems)
     problems.raise_any()
     if not count:
         raise DataError([f"{', '.join(job.files)}: no rows"])

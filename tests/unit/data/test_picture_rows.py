@@ -200,7 +200,7 @@ def test_pictures_at_addresses_are_fetched_once(renderer, tmp_path, web):
         ("{web}/one", True, "/one: expected https://, or http:// of a host that"),
         ("https://localhost:1/a", True, "(127.0.0.1|::1) is not public"),
         ("https://[::ffff:10.0.0.1]/a", True, "10.0.0.1|::ffff:a00:1 is not public"),
-        ("https://example.org/a", ["127.0.0.1"], "expected one of the hosts in data_args.image_urls: 127.0.0.1"),
+        ("https://example.org/a", ["127.0.0.1"], "expected one of the hosts in image_urls: 127.0.0.1"),
         ("https://me:word@example.org/a", True, r"https://example.org/a: a login in the address"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,57 @@ def test_pictures_that_cannot_be_asked_are_told_before_a_model_loads(seeing, mod
     assert "c.jsonl:1: images[0]: unreadable" in capsys.readouterr().err
     assert main(["generate", model, rows("d.jsonl", [line]), *out, "--chat"]) == 2
     assert "there are pictures, but the model takes no pictures" in capsys.readouterr().err
+
+
+def test_generate_and_score_take_pictures_at_addresses(seeing, files, rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: list[str] = []
+
+    class Web(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(tmp_path))
+
+        def log_message(self, *args: Any) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        web = f"http://127.0.0.1:{server.server_port}"
+        lines = [{"prompt": "so?", "images": [f"{web}/{name}.png"], "solution": "0"} for name in (1, "none")]
+        out = tmp_path / "said.jsonl"
+        asking = ["generate", seeing, rows("a.jsonl", lines[:1]), "-o", str(out), *GREEDY, "--chat"]
+        assert main(asking) == 2 and "not fetched from addresses" in capsys.readouterr().err and not asked
+        assert main([*asking, "--image-urls", "any"]) == 2 and "expected https://" in capsys.readouterr().err
+        assert main([*asking, "--image-urls", "https://a"]) == 2 and "without https://" in capsys.readouterr().err
+        urls = ["--image-urls", "127.0.0.1,example.org"]
+        missing = ["generate", seeing, rows("b.jsonl", lines), "-o", str(out), *GREEDY, "--chat", *urls]
+        assert main(missing) == 2 and "b.jsonl:2: images[0]: " in capsys.readouterr().err
+        assert main([*asking, *urls]) == 0
+        (line,) = read(out)
+        assert line["answers"][0]["text"] == oracle(seeing, "so?", 1)
+        with serving(says("Score: 9")) as judge:
+            verifier = ["judge", f"judge_api_url={judge.url}", "judge_model_name=j", "pictures=true"]
+            scoring = ["score", str(out), "--no-truth", "--verifier", *verifier]
+            assert main(scoring) == 2 and "image_urls" in capsys.readouterr().err
+            assert main([*scoring, *urls]) == 0
+            unseen = rows("c.jsonl", [{**lines[1], "answers": ["3"]}])
+            assert main(["score", unseen, "--no-truth", "--verifier", *verifier, *urls]) == 2
+        server.shutdown()
+        thread.join()
+    assert "c.jsonl:1: images[0]: " in capsys.readouterr().err
+    (body,) = judge.bodies
+    assert np.array_equal(np.asarray(shown_in(body)[0]), PIXELS[1])
+    assert sum(path == "/1.png" for path in asked) == 1, "once for both commands"
+
+
+def test_a_path_out_of_the_folder_is_allowed_by_an_option(seeing, files, rows, tmp_path, capsys):
+    asked = rows("a.jsonl", [{"prompt": "so?", "images": [files[1]]}])
+    (tmp_path / "elsewhere").mkdir()
+    options = ["-o", str(tmp_path / "out.jsonl"), *GREEDY, "--chat", "--image-folder", str(tmp_path / "elsewhere")]
+    assert main(["generate", seeing, asked, *options]) == 2 and "image_outside_folder" in capsys.readouterr().err
+    assert main(["generate", seeing, asked, *options, "--image-outside-folder"]) == 0
+    assert read(tmp_path / "out.jsonl")[0]["answers"][0]["text"] == oracle(seeing, "so?", 1)
 
 
 def test_chat_puts_a_picture_into_the_next_message(seeing, model, files, monkeypatch, capsys):
