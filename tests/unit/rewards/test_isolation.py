@@ -89,8 +89,8 @@ def test_a_slow_expression_is_killed_and_the_others_go_on():
 
 async def test_a_format_that_backtracks_without_end_is_over_budget():
     async with pool_of(FormatVerifier, **FormatConfig(pattern=r"(a|a)*b").model_dump()) as pool:
-        with pytest.raises(OverBudgetError, match=r"took more than 0.125 s of CPU time"):
-            await pool.check(0, sample("a" * 60), 0.5)
+        with pytest.raises(OverBudgetError, match=r"took more than 0.5 s of CPU time"):
+            await pool.check(0, sample("a" * 60), 2.0)
         assert (await pool.check(0, sample("aab"), 5)).correct
 
 
