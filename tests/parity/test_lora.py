@@ -131,7 +131,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def expected(model: Path) -> Expected:
-    return oracle(model, ADAPTER)
+    return oracle(model, ADAPTER, num_steps=LAST.stop)
 
 
 def part(folder: Path, name: str, key: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Every trainer and layout takes the same three steps as plain Hugging Face in float64."""
+"""Every trainer and layout takes the same steps as plain Hugging Face in float64."""
 
 from dataclasses import asdict
 from pathlib import Path

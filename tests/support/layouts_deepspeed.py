@@ -29,7 +29,7 @@ SLOW = """
     zero2-bf16 zero1-offload-bf16 zero3-offload-bf16 zero0-lora zero2-packed-orpo zero2-ulysses2-ipo
     zero2-kept-packed zero2-lora-top_forward_kl zero3-bradley_terry zero3-lora-bradley_terry zero3-lora-recomputed
     zero1 zero3 zero3-moe zero3-routed zero3-bf16 zero2-lora-ulysses2 zero1-ranks4 zero3-ranks4-ulysses2
-    zero2-ulysses2 zero3-js_divergence zero1-packed-grouped zero1-lora-packed
+    zero2-ulysses2 zero3-js_divergence zero1-packed-grouped zero1-lora-packed zero3-kto
 """
 """Names of the layouts that CI leaves out."""
 

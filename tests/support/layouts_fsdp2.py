@@ -21,12 +21,12 @@ TP = {"tensor_parallel_size": 2}
 
 
 SLOW = """
-    replica2 alone-bf16 replica2-tokens shard2-recomputed replica2-lora shard2-lora-bf16 replica2-tokens-kto
+    replica2 alone-bf16 replica2-tokens shard2-recomputed replica2-lora shard2-lora-bf16
     shard2-lora-simpo tp2-reverse_kl shard2-lora-js_divergence ulysses2-regression tp2-recomputed ulysses2-tokens
     replica2-tp2 ulysses4 ulysses2-tp2 tp2 tp2-moe ulysses2-packed shard2-packed-bradley_terry ulysses2-lora-packed
     ulysses2-top_forward_kl tp2-bradley_terry tp2-routed ulysses2-routed shard2-tp2 ulysses2-shard2
     alone alone-computes-bf16 alone-lora alone-shared-sigmoid alone-top_forward_kl alone-tokens-process
-    alone-lora-process alone-lora-routed-groups alone-routed-recomputed
+    alone-lora-process alone-lora-routed-groups alone-routed-recomputed tp2-ipo shard2-packed
 """
 """Names of the layouts that CI leaves out."""
 
