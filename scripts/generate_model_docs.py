@@ -102,9 +102,10 @@ the language model in it. What stands behind the layer of a tower whose output i
   tower, and not the picture, so that its own resizing is passed by. Features of pictures, like keys and values, are
   never used after an update. It needs torchvision, of which there is no build beside the CPU build of PyTorch that this
   project is tested with: the comparison runs with its Python part alone (`tests/support/torchvision_alone`).
-- `sglang` refuses pictures: handing them on is not built. Its engine takes pixels that are processed (`format:
-  processor_output`, with the expanded ids); in one trial by hand, on a CPU with SGLang 0.5.23, a tiny Qwen2.5-VL chose
-  the twelve greedy tokens of plain Transformers for a prompt with one picture.
+- **`sglang`**, generating and as a reference, with the first two families: it gets the numbers, places and positions
+  that a trainer computes; its own processing is passed by. What it has computed of a beginning is known by the hash of
+  each picture; requests in flight are computed again with an update, their features too. It was compared on a CPU
+  alone, where the tower of Qwen3-VL needs an `intermediate_size` that is a multiple of 32.
 
 ## What a model may demand
 

@@ -80,7 +80,7 @@ class Tower:
         if problem := pictures_problem(model.config):
             raise ValueError(f"{model.config.model_type} {problem}")
         self._trunk: Any = model.base_model
-        self._pictures = pictures
+        self.pictures = pictures
         self._apart = apart
         self._blank = Item(np.zeros((*pictures.smallest, 3), dtype=np.uint8))
         self._token = model.config.image_token_id
@@ -101,7 +101,9 @@ class Tower:
         self.observer: Callable[[Sequence[Mapping[str, Tensor]], Sequence[Tensor]], None] | None = None
         """Is told what the tower was given, and the features that it has made, in their places."""
         self._cells_RC: Tensor | None = None
-        own_cells: Any = self._trunk.get_placeholder_mask
+        # Of the class: another tower of the same model has put its own in its place.
+        kind: Any = type(self._trunk)
+        own_cells = functools.partial(kind.get_placeholder_mask, self._trunk)
         self._own_cells = own_cells
         self._knows_videos = "video_features" in inspect.signature(own_cells).parameters
         self._trunk.get_placeholder_mask = self._find_cells  # type: ignore[assignment]
@@ -153,7 +155,7 @@ class Tower:
         positions = None
         if places and self.has_positions:
             grids = torch.cat([each["image_grid_thw"] for each in values])
-            positions_3T = self._positions(rows, found, lambda item: grids[numbers[item]])
+            positions_3T = self.positions(rows, found, lambda item: grids[numbers[item]])
             positions_3N = torch.zeros(3, cells_N.numel(), dtype=torch.int64)
             positions_3N[:, cell_T] = positions_3T
             own_RC = torch.arange(shape[1]).expand(*shape) if position_ids_RC is None else position_ids_RC
@@ -223,7 +225,7 @@ class Tower:
             self._cells_RC = cells_RC.to(self._trunk.device)
             return self._values([self._blank]) | kinds
         shown = [item for _, item in along]
-        values = {name: torch.from_numpy(x) for name, x in self._pictures.inputs_by_processor(shown).items()}
+        values = {name: torch.from_numpy(x) for name, x in self.pictures.inputs_by_processor(shown).items()}
         for name, found in self._values(shown).items():
             if not torch.equal(found, values[name]):
                 raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
@@ -235,7 +237,7 @@ class Tower:
         return shown
 
     def _check_size(self, item: Item, size: int) -> None:
-        if size != (expected := self._pictures.ids(item).count(self._token)):
+        if size != (expected := self.pictures.ids(item).count(self._token)):
             high, wide, _ = item.data.shape
             raise ValueError(
                 f"a picture of {wide} x {high} pixels: got {size} tokens in its row, expected {expected}, as many "
@@ -243,10 +245,21 @@ class Tower:
             )
 
     def _values(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(values) for name, values in self._pictures.inputs(items).items()}
+        return {name: torch.from_numpy(values) for name, values in self.pictures.inputs(items).items()}
 
-    def _positions(self, rows: Any, found: Any, grid_of: Any) -> Tensor:
-        """int64 [3, T]: by the model's own rule to the end of a row's last picture, behind it one after another."""
+    def positions(
+        self,
+        rows: Iterable[tuple[IntArray, object]],
+        found: Iterable[Sequence[tuple[int, int, Item]]],
+        grid_of: Callable[[Item], Tensor],
+    ) -> Tensor:
+        """int64 [3, T]: by the model's own rule to the end of a row's last picture, behind it one after another.
+
+        Args:
+            rows: their ids come first.
+            found: the pictures of each row (``spans_along``).
+            grid_of: ``image_grid_thw`` of a picture, [3].
+        """
         parts = []
         for (ids, _), along in zip(rows, found, strict=True):
             if not along:

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 from roll.configs.engine_rules import no_pictures
 from roll.configs.engines.megatron import CARD as MEGATRON
+from roll.configs.engines.sglang import CARD as SGLANG
 from roll.configs.engines.vllm import CARD
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
@@ -30,7 +31,7 @@ from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import load_causal_lm
 from roll.models.pictures import FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
-from tests.support.contract import buckets_of, burst, context_of, weights_of
+from tests.support.contract import OPTIONS, buckets_of, burst, context_of, weights_of
 from tests.support.harness import (
     ALL_ADAPTED,
     MEASURES,
@@ -44,7 +45,7 @@ from tests.support.harness import (
     record,
 )
 from tests.support.picture_models import make_picture_model, make_processor
-from tests.support.pictured import make_pictured, make_rows, picture, unmodified
+from tests.support.pictured import make_pictured, make_rows, picture, plain_logprobs, unmodified
 from tests.support.ranks import exported
 
 FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
@@ -253,35 +254,27 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, 
 PROJECTOR = re.compile("merger|projector")
 
 
-def plain_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
-    """float32 [T]: of the loss tokens, each row alone."""
-    found_T = torch.zeros(batch.num_tokens)
-    for number in range(batch.num_sequences):
-        one, at = batch.select([number]), batch.token_index([number])
-        with torch.no_grad():
-            logits = model(**unmodified(one, model.config.model_type), use_cache=False).logits[0, :-1]
-        said = (logits / temperature).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
-        found_T[at[1:]] = said.float() * one.loss_mask_T[1:]
-    return found_T
-
-
 def test_other_engines_and_layouts_are_refused_by_name():
     def refused(**strategies: Any) -> str:
         roles = {f"actor_{role}": {"strategy_args": chosen} for role, chosen in strategies.items()}
         return no_pictures(PipelineConfig.model_validate({"actor_infer": {"world_size": 1}} | roles))
 
-    reason = refused(infer={"strategy_name": "sglang"})
-    assert reason.startswith("actor_infer's sglang ")
-    for family in FAMILIES:
-        row_of = {"family": f"{family} pictures", "engine": "sglang", "variant": "whole"}
-        record("family", row_of | {"refused": reason.partition("sglang ")[2]})
     megatron = {"strategy_name": "megatron_train", "strategy_config": {"context_parallel_size": 2}}
     assert refused(train=megatron) == "actor_train's megatron_train takes no pictures with context_parallel_size 2"
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in CARD.pictured])
 @pytest.mark.parametrize(
-    ("role", "engine", "variant"), [("infer", "vllm", "greedy"), ("train", "megatron_train", "whole")]
+    ("role", "engine", "variant", "family"),
+    [
+        (*each, family)
+        for card, each in (
+            (CARD, ("infer", "vllm", "greedy")),
+            (SGLANG, ("infer", "sglang", "greedy")),
+            (MEGATRON, ("train", "megatron_train", "whole")),
+        )
+        for family in FAMILIES
+        if family not in card.pictured
+    ],
 )
 def test_engines_refuse_families_that_they_were_not_compared_on(tmp_path, family, role, engine, variant):
     sections = {"actor_infer": {"world_size": 1}, f"actor_{role}": {"strategy_args": {"strategy_name": engine}}}
@@ -372,21 +365,25 @@ def test_sequences_with_pictures_are_the_same_alone_and_after_they_are_computed_
 
 VLLM_REFUSES = {"qwen3_5": "CPU GDN attention requires BF16"}
 """On a CPU, in float32."""
+SGLANG_SIZES = {"tower": {"intermediate_size": 64}}
+"""On a CPU it pads what is no multiple of 32, which most of its towers cannot load."""
+ENGINES = [("vllm", family) for family in CARD.pictured] + [("sglang", family) for family in SGLANG.pictured]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers need it: tests/support/torchvision_alone")
-@pytest.mark.parametrize("family", CARD.pictured)
-def test_vllm_generates_and_scores_as_hf_infer(models, family):
+@pytest.mark.parametrize(("engine", "family"), ENGINES)
+def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
     """Before and after an update that changes the tower alone: neither features nor keys of the old one are found."""
-    folder = models / family if (models / family).exists() else make_model(models / family, family)
-    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(folder), pictures=True, sequence_length=512))
-    engine.setup()
+    needs_engine(engine)
+    sizes: dict[str, Any] = SGLANG_SIZES if engine == "sglang" else {}
+    if not (folder := models / f"{family}{' wider' * bool(sizes)}").exists():
+        make_model(folder, family, **sizes)
     worst, batch, row_of = (
         0.0,
         make_pictured(0, family),
-        {"family": f"{family} pictures", "engine": "vllm", "variant": "greedy"},
+        {"family": f"{family} pictures", "engine": engine, "variant": "greedy"},
     )
+    engine: Any = served(engine, folder)
     try:
         model = load_causal_lm(str(folder), pictures=True)
         for version in range(2):
@@ -413,3 +410,18 @@ def test_vllm_generates_and_scores_as_hf_infer(models, family):
         engine.shutdown()
     record("family", row_of | {"logprobs": worst})
     assert worst <= row(family, "fsdp2_train", "whole").bound("logprobs")
+
+
+def needs_engine(engine: str) -> None:
+    if engine == "sglang" and not OPTIONS:
+        pytest.skip("ROLL_SGLANG_PYTHON names no environment (make test-sglang)")
+    if engine == "vllm" and find_spec("torchvision") is None:
+        pytest.skip("vLLM's towers need torchvision: tests/support/torchvision_alone")
+
+
+def served(engine: str, folder: Path, **context: Any) -> Any:
+    made = STRATEGIES.get(engine)(
+        context_of(engine, str(folder), OPTIONS.get(engine), pictures=True, sequence_length=512, **context)
+    )
+    made.setup()
+    return made

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -180,11 +180,14 @@ def make_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_processor(path: Path, family: str = "qwen3_vl", *, layers: int = 2, **changed: Any) -> Path:
+def make_processor(
+    path: Path, family: str = "qwen3_vl", *, layers: int = 2, tower: Mapping[str, Any] | None = None, **changed: Any
+) -> Path:
     """A folder without weights, in the files of a published model, one for videos included where it takes them.
 
     Args:
         layers: of the language model.
+        tower: entries of its configuration.
         changed: entries of the picture processor.
     """
     known, tokenizer = FAMILIES[family], make_tokenizer(family)
@@ -205,7 +208,12 @@ def make_processor(path: Path, family: str = "qwen3_vl", *, layers: int = 2, **c
     }
     entries = {name: index for name, index in ids.items() if name.startswith(("image", "video", "vision"))}
     config = AutoConfig.for_model(
-        family, text_config=text, vision_config=known.vision, tie_word_embeddings=True, **entries, **known.more
+        family,
+        text_config=text,
+        vision_config=known.vision | dict(tower or {}),
+        tie_word_embeddings=True,
+        **entries,
+        **known.more,
     )
     path.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(path)

@@ -123,3 +123,15 @@ def unmodified(one: Batch, family: str = "qwen3_vl") -> dict[str, Any]:
         if kinds := KINDS.get(family, "mm_token_type_ids"):
             found[kinds] = ((one.tokens_T < 0) & (found["input_ids"][0] == mark)).int()[None]
     return found
+
+
+def plain_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
+    """float32 [T]: of the loss tokens, each row alone."""
+    found_T = torch.zeros(batch.num_tokens)
+    for number in range(batch.num_sequences):
+        one, at = batch.select([number]), batch.token_index([number])
+        with torch.no_grad():
+            logits = model(**unmodified(one, model.config.model_type), use_cache=False).logits[0, :-1]
+        said = (logits / temperature).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
+        found_T[at[1:]] = said.float() * one.loss_mask_T[1:]
+    return found_T

@@ -76,6 +76,9 @@ OWNED_OPTIONS = {
     "weight_version": "no such key, since updates set it",
     "enable_memory_saver": "no such key, since offload needs it",
     "device": "no such key, since the machine decides",
+    "limit_mm_data_per_request": "no such key, since a prompt may have any number of pictures",
+    "mm_process_config": "image_min_pixels and image_max_pixels in actor_train.data_args",
+    "enable_mm_global_cache": "no such key, since features of pictures may not outlive an update",
     "dp_size": "more workers in device_mapping",
     "pp_size": "tp_size",
     "nnodes": "workers that fit into one machine",
@@ -88,6 +91,7 @@ OTHER_NAMES = {
     "enforce_eager": "disable_cuda_graph",
     "gpu_memory_utilization": "mem_fraction_static",
     "kv_cache_memory_bytes": "max_total_tokens",
+    "limit_mm_per_prompt": "no such key, since a prompt may have any number of pictures",
     "max_model_len": "sequence_length",
     "max_num_batched_tokens": "chunked_prefill_size",
     "max_num_seqs": "max_running_requests",
@@ -116,8 +120,12 @@ class SglangCard(EngineCard):
     own_attention = True
     scores_prompts = True
     keeps_kv = False
+    pictured = ("qwen2_5_vl", "qwen3_vl")
     size_key = "tp_size"
     fit = "roll.configs.engines.sglang:check_model"
+
+    def no_pictures(self, worker: WorkerConfig) -> str:
+        return ""
 
     def installed_at(self, options: Mapping[str, Any]) -> Path | None:
         python = options.get("python_executable")

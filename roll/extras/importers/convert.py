@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from roll.configs.base import Config
 from roll.configs.engines import card_of
+from roll.configs.engines.vllm import CARD as VLLM
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, show
@@ -423,7 +424,7 @@ def _check_engines_see(config: PipelineConfig) -> Iterator[ConfigProblem]:
         why, generator = card.no_pictures(worker), "vllm"
         if not why and card.pictured and family and family not in card.pictured:
             why = f"was compared on pictures with {', '.join(card.pictured)}, not with {family}"
-            generator = "hf_infer"
+            generator = "vllm" if family in (VLLM.pictured or ()) else "hf_infer"
         if why:
             other = generator if role == "actor_infer" else "fsdp2_train" if role in TRAINED else "fsdp2_infer"
             expected = f"a strategy that takes pictures, such as {other} ({name} {why})"

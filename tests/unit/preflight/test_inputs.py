@@ -96,7 +96,6 @@ def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load,
     ("override", "reason"),
     [
         ("seed=7", "1 pictures, but the model has no processor for them"),
-        ("infer=sglang", "1 pictures, but actor_infer's sglang has not been compared"),
         ("actor_train.model_args.ulysses_size=2", "1 pictures, but actor_train's fsdp2_train"),
         ("agent={command: [x]}", "1 pictures, but agent is set"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import checkpoint_shapes, load_config, make_skeleton, resolve_dtype
 from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
+from roll.models.pictures import Tower, tower_of
 from roll.models.planned_attention import find_state_layers
 from roll.models.tokenizer import check_vocabulary, load_tokenizer, locate_model
 
@@ -46,7 +47,8 @@ class ModelOutline:
                 trust_remote_code=trusts,
                 pictures=context.pictures,
             )
-        text = self._model.config.get_text_config()
+        self.config = self._model.config
+        text = self.config.get_text_config()
         self.is_whole = context.pictures or config.get_text_config() is config
         """An update sends all of it: there is no tower beside it that stays as the engine has loaded it."""
         self.text_config = text
@@ -102,6 +104,25 @@ class ModelOutline:
             )
         if context.lora is not None:
             adapted_layers(self._model, context.lora.targets, context.lora.excluded)
+
+    def tower(self, context: StrategyContext, engine: str, compared: Sequence[str]) -> Tower | None:
+        """Layout of the model's pictures, without the tower's weights; ``None`` of a role whose prompts have none.
+
+        Args:
+            compared: values of ``model_type`` on whose pictures the engine was compared.
+
+        Raises:
+            ValueError: it was not compared on the model's.
+        """
+        if not context.pictures:
+            return None
+        kind = self.config.model_type
+        if kind not in compared:
+            known = ", ".join(compared)
+            raise ValueError(
+                f"{context.role}: {engine} has not been compared on pictures of {kind}, expected one of {known}"
+            )
+        return tower_of(self._model, context.model_path)
 
     def empty_adapter(self, spec: LoraSpec) -> dict[str, Tensor]:
         """An adapter that changes nothing: all zeros."""

@@ -131,6 +131,20 @@ def check_tensor_parallel(model_config: Any, tp_size: int, *, lora: bool) -> Non
             )
 
 
+def check_tower(model_config: Any, tp_size: int) -> None:
+    """Refuses a vision tower that SGLang pads on a CPU and then cannot load; gated layers, as Qwen2.5-VL's, it can.
+
+    Raises:
+        ValueError: it is one.
+    """
+    size, unit = model_config.vision_config.intermediate_size, PADDED_TO * tp_size
+    if size % unit and model_config.model_type != "qwen2_5_vl":
+        raise ValueError(
+            f"sglang: the vision tower has intermediate_size {size}, expected a multiple of {unit} on a machine "
+            "without a GPU; vllm and hf_infer take any"
+        )
+
+
 def check_layers(model_config: Any, *, has_states: bool) -> None:
     """Refuses a model that SGLang computes on GPUs alone. Here it would fail, or without a word compute another one.
 

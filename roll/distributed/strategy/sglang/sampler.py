@@ -135,8 +135,8 @@ class SampledBatch:
 
 
 def _seen(request: Any, vocab_size: int) -> Tensor:
-    """bool: tokens of the prompt and the completion."""
-    return torch.tensor([*request.origin_input_ids, *request.output_ids]).bincount(minlength=vocab_size) > 0
+    """bool: tokens of the prompt, a picture's by the vocabulary's numbers, and the completion."""
+    return torch.tensor([*request.origin_input_ids_unpadded, *request.output_ids]).bincount(minlength=vocab_size) > 0
 
 
 def _counted(request: Any, vocab_size: int) -> Tensor:

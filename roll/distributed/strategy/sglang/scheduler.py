@@ -60,12 +60,17 @@ def load_staged(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None
     It is either on a device, shared by the process that has it, or in a file in memory, and the tensor is empty then.
     Every process of a tensor-parallel engine maps the same block; it crosses to the process's device as a whole.
     """
+    from sglang.srt.managers import mm_schedule
+
     ((description, block),) = named_tensors
     staged = json.loads(description)
     if staged["path"] is not None:
         block = map_file(staged["path"], staged["num_bytes"])
     device = next(iter(model.parameters())).device
     model.load_weights(views(block.to(device), staged["tensors"]))
+    # Features of pictures, which requests in flight would find again: no update of the cache of tokens empties it.
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
 
 
 def map_file(path: str, num_bytes: int) -> Tensor:

@@ -49,8 +49,12 @@ class SglangServer:
         self._users: Counter[str] = Counter()
         self._folder = tempfile.TemporaryDirectory(prefix="roll-sglang-")
 
-    async def start(self, arguments: dict[str, Any]) -> None:
-        """Builds the engine, which loads the model, from arguments of ``ServerArgs``."""
+    async def start(self, arguments: dict[str, Any], pictures: bool) -> None:
+        """Builds the engine, which loads the model, from arguments of ``ServerArgs``.
+
+        Args:
+            pictures: prompts may have some.
+        """
         # A file for its processes to meet at: the port that they would use is open to all of the network.
         os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder.name}/rendezvous")
         os.environ[LAST_WORDS] = f"{self._folder.name}/last_words"
@@ -69,19 +73,30 @@ class SglangServer:
         manager._subprocess_watchdog.stop()
         manager.signal_handler_class = _SignalHandler
         manager.sampling_params_class = _sampling_params_class()
+        if pictures:
+            if manager.mm_processor is None:  # it would leave them out without a word
+                raise ValueError(f"sglang takes no pictures for {manager.model_config.hf_config.architectures}")
+            manager.mm_processor.process_mm_data_async = functools.partial(_as_given, manager.model_config)
         self._marker = sampler.request_marker()
         for process in multiprocessing.active_children():
             title = psutil.Process(process.pid).cmdline()[0]
             asyncio.get_running_loop().add_reader(process.sentinel, self._died, process, title)
 
-    async def generate(self, rid: str, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        """Samples one completion; see ``_result`` for what it gives."""
+    async def generate(
+        self, rid: str, prompt: list[int], shown: dict[str, Any] | None, sampling: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Samples one completion; see ``_result`` for what it gives.
+
+        Args:
+            shown: the prompt's pictures, see ``strategy.Prompts``.
+        """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         adapter = self._adapter
         request = GenerateReqInput(
             rid=rid,
             input_ids=prompt,
+            image_data=shown and [shown],
             sampling_params=sampling,
             lora_path=adapter,
             custom_logit_processor=self._marker,
@@ -103,8 +118,10 @@ class SglangServer:
                 del self._tasks[rid]
         return _result(last)
 
-    async def score(self, rid: str, tokens: list[int], width: int) -> tuple[list[float], list[int], list[float]]:
-        """Scores a prompt, see ``PromptScores``; ``width`` as ``PromptScoring.width``."""
+    async def score(
+        self, rid: str, tokens: list[int], shown: dict[str, Any] | None, width: int
+    ) -> tuple[list[float], list[int], list[float]]:
+        """Scores a prompt, see ``PromptScores``; ``shown`` as ``generate`` has it, ``width`` as ``PromptScoring``."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         if len(tokens) == 1:
@@ -113,6 +130,7 @@ class SglangServer:
         request = GenerateReqInput(
             rid=rid,
             input_ids=tokens,
+            image_data=shown and [shown],
             sampling_params={"max_new_tokens": 0, "temperature": 0},
             lora_path=adapter,
             return_logprob=True,
@@ -282,6 +300,33 @@ class SglangServer:
         self._connection.say(": ".join(filter(None, (words, _last_words()))))
         self.stop()
         os._exit(1)
+
+
+async def _as_given(model_config: Any, image_data: Any, input_text: Any, **_: Any) -> Any:
+    """In place of SGLang's own processing: the pictures of ``strategy.Prompts``, in SGLang's words."""
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+
+    (shown,) = image_data
+    items = []
+    for first, last, content, values in shown["pictures"]:
+        pixels, grid = (torch.from_numpy(values[name]) for name in ("pixel_values", "image_grid_thw"))
+        item = MultimodalDataItem(
+            modality=Modality.IMAGE,
+            offsets=[(first, last)],
+            feature=pixels.to(model_config.dtype),
+            model_specific_data={"image_grid_thw": grid},
+        )
+        item.set_identity(bytes.fromhex(content))  # what both caches know it by
+        items.append(item)
+    positions_3L = torch.from_numpy(shown["positions"])
+    return MultimodalProcessorOutput(
+        mm_items=items,
+        input_ids=input_text,
+        padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(input_text, items),
+        im_token_id=model_config.hf_config.image_token_id,
+        mrope_positions=positions_3L,
+        mrope_position_delta=(positions_3L.max() + 1 - len(input_text)).view(1, 1),
+    )
 
 
 def _last_words() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -23,6 +24,7 @@ from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing  # makes ForkingPickler know tensors
 from torch import Tensor
@@ -31,6 +33,7 @@ from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem,
 from roll.configs.problems import ConfigErrors
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
+from roll.data.identity import spans_along, vocabulary_ids
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
@@ -46,6 +49,7 @@ from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import EXPANDABLE, own_copy, without_expandable_segments
 from roll.models.lora import adapted_names
+from roll.models.pictures import Tower
 from roll.models.tokenizer import locate_model
 
 logger = logging.getLogger(__name__)
@@ -111,6 +115,9 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         if self._on_cpu:
             cpu.check_layers(self._outline.text_config, has_states=self._outline.has_states)
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
+            if context.pictures:
+                cpu.check_tower(self._outline.config, self._tp_size)
+        self._prompts = Prompts(self._outline.tower(context, self.name, CARD.pictured))
         started = time.monotonic()
         self._engine = EngineProcess(
             [self._config.python_executable or sys.executable, "-m", SERVER],
@@ -118,7 +125,8 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             name=f"sglang of {context.role}[{context.rank}]",
         )
         try:
-            self._engine.submit("start", engine_arguments(context, self._config, self._outline, self._on_cpu)).result()
+            arguments = engine_arguments(context, self._config, self._outline, self._on_cpu)
+            self._engine.submit("start", arguments, context.pictures).result()
         except EngineCallError as error:
             self._engine.close("did not start")
             raise EngineStoppedError(f"{context.role}: sglang did not start, see its log: {error}") from error
@@ -152,7 +160,8 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
         )
 
     def score(self, name: str, token_ids: IntArray, items: Sequence[Item]) -> Future[PromptScores]:
-        return self._engine.submit("score", f"{next(self._numbers):016x}", token_ids.tolist(), self.scoring.width)
+        prompt = self._prompts.of(token_ids, items)
+        return self._engine.submit("score", f"{next(self._numbers):016x}", *prompt, self.scoring.width)
 
     def end(self, request_id: str) -> Future[None]:
         rid = self._ids.get(request_id)
@@ -262,7 +271,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             "ignore_eos": params.ignore_eos,
             "custom_params": ours,
         }
-        return rid, request.prompt_ids.tolist(), sampling
+        return rid, *self._prompts.of(request.prompt_ids, request.items), sampling
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
         """Hands a bucket's tensors to the engine under their new names, without a way through the host on a GPU."""
@@ -308,6 +317,48 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
                     EXPANDABLE,
                 )
         return wanted | given
+
+
+_KEPT = 16
+"""Pictures whose numbers are kept: the requests of a group bring the same."""
+
+
+class Prompts:
+    """Makes what the engine's process is given; pictures go there as the numbers that a trainer's tower is given.
+
+    SGLang's own processing is not used: it would look for pictures at tokens of their number, of which a policy may
+    sample some.
+    """
+
+    def __init__(self, tower: Tower | None) -> None:
+        self._tower = tower
+        self._of_item = functools.lru_cache(_KEPT)(self._inputs)
+
+    def of(self, ids: IntArray, items: Sequence[Item]) -> tuple[list[int], dict[str, Any] | None]:
+        """The vocabulary's ids of a prompt, and the pictures in it.
+
+        Args:
+            ids: those of pictures are below zero (``roll.data.identity``).
+
+        Returns:
+            Of a prompt with pictures ``positions`` int64 [3, L], and of each of its ``pictures`` the first and the last
+            place, its hash, and what the tower takes of it.
+
+        Raises:
+            ValueError: the ids show content of none of the items.
+        """
+        along, words = spans_along(ids, items) if len(items) else [], vocabulary_ids(ids).tolist()
+        if not along:
+            return words, None
+        assert self._tower is not None, "requests of other runs have no pictures"
+        grid_of = lambda item: torch.from_numpy(self._of_item(item)["image_grid_thw"][0])  # noqa: E731
+        pictures = [(at, at + size - 1, item.hash, self._of_item(item)) for at, size, item in along]
+        positions_3L = self._tower.positions([(ids, items)], [along], grid_of)
+        return words, {"positions": positions_3L.numpy(), "pictures": pictures}
+
+    def _inputs(self, item: Item) -> dict[str, np.ndarray]:
+        assert self._tower is not None
+        return self._tower.pictures.inputs([item])
 
 
 def engine_arguments(

@@ -53,8 +53,6 @@ from roll.distributed.weights.contents import Lender, WeightBucket, renamed
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
-from roll.models.loading import load_config
-from roll.models.pictures import pictures_of
 from roll.utils.foreign import environment
 from roll.utils.progress import advance
 
@@ -120,20 +118,6 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _pictures(context: StrategyContext) -> Pictures | None:
-    if context.pictures and not EnginePackage("torchvision", "").installed:
-        raise MissingEngineError(
-            f"{context.role}: vllm needs torchvision for models that take pictures", name="torchvision"
-        )
-    if not context.pictures:
-        return None
-    kind = load_config(context.model_path, trust_remote_code=context.worker.model_args.trust_remote_code).model_type
-    if kind not in CARD.pictured:
-        known = ", ".join(CARD.pictured)
-        raise ValueError(f"{context.role}: vllm has not been compared on pictures of {kind}, expected one of {known}")
-    return pictures_of(context.model_path)
-
-
 STAGED_BUCKETS = 2  # copies kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
 MEMORY = {States.WEIGHTS: "weights", States.CACHE: "kv_cache"}  # vLLM's names
@@ -175,7 +159,12 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             wanted = f"at least sequence_length ({context.sequence_length})"
             raise ValueError(f"strategy_config.max_model_len: {longest}, expected {wanted}")
         self._outline.check_role(context)
-        self._prompts = Prompts(_pictures(context), self._outline.dtype)
+        if context.pictures and not EnginePackage("torchvision", "").installed:
+            raise MissingEngineError(
+                f"{context.role}: vllm needs torchvision for models that take pictures", name="torchvision"
+            )
+        tower = self._outline.tower(context, self.name, CARD.pictured)
+        self._prompts = Prompts(None if tower is None else tower.pictures, self._outline.dtype)
         plain = self._outline.is_whole and self._config.quantization is None
         self.drops_weights = context.updated_after_offload and self.can_offload and plain
         self._loop = EngineLoop(f"vllm-{context.role}-{context.rank}")
