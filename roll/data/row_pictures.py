@@ -78,8 +78,8 @@ def column_sources(value: Any, column: str, reach: Reach) -> list[Source]:
     return [] if value is None or value == "" else [source_of(value, f"column {column!r}", reach)]
 
 
-def with_column(messages: Sequence[Message], sources: Sequence[Source], column: str) -> tuple[Message, ...]:
-    """Messages with the column's pictures in their places.
+def with_column(messages: Sequence[Message], sources: Sequence[Any], column: str) -> tuple[Message, ...]:
+    """Messages with the column's pictures, sources or items, in their places.
 
     These are the marks ``<image>`` in words of users and tools, and parts without a picture of their own. Where there
     is no such place at all, the pictures stand before the first words of a user.
@@ -121,7 +121,7 @@ def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _filled(message: Message, given: Iterator[Source]) -> Message:
+def _filled(message: Message, given: Iterator[Any]) -> Message:
     if not _count(message):
         return message
     parts: list[Mapping[str, Any]] = []

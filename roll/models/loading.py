@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -416,14 +416,61 @@ def classifier_entries(model_type: str) -> dict[str, Any]:
     """Entries of ``config.json`` that make a sequence classifier with one output on this kind of model.
 
     Raises:
-        ValueError: Transformers has none.
+        ValueError: Transformers has none, and there is none of its own form (``classifier_class``).
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_MAPPING_NAMES,
+    )
 
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+    if name is None and model_type in FAMILIES:
+        name = str(MODEL_MAPPING_NAMES[model_type]).removesuffix("Model") + "ForSequenceClassification"
     if name is None:
         raise ValueError(f"{model_type}: Transformers has no sequence classifier of it; expected one that has")
     return {"architectures": [str(name)], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+
+
+def classifier_class(config: PreTrainedConfig) -> Any:
+    """Transformers' class of sequence classifiers.
+
+    Of families with pictures that it has none for, its classifier in general on the family's trunk: the score head is
+    ``score.weight``, as everywhere.
+    """
+    from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    kind = config.model_type
+    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES or kind not in FAMILIES:
+        return AutoModelForSequenceClassification
+    trunk: Any = AutoModel._model_mapping[type(config)]
+    base = next(cls for cls in trunk.__mro__[1:] if issubclass(cls, PreTrainedModel))
+    (name,) = classifier_entries(kind)["architectures"]
+    return type(name, (_OfConfig, GenericForSequenceClassification, base), {})
+
+
+_ADAPTED_CLASSIFIERS = ("qwen3_vl",)
+"""Families whose adapters were compared, of those without a classifier of Transformers' own."""
+
+
+def adapted_classifier_problem(model_type: str) -> str:
+    """Why a classifier is not an adapter beside its base, in words; empty if it may be."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    known = (*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, *_ADAPTED_CLASSIFIERS)
+    if model_type not in FAMILIES or model_type in known:
+        return ""
+    return f"an adapter of a reward model of the family {model_type} was not compared with plain Transformers"
+
+
+class _OfConfig:
+    """A model class that is asked as Transformers' choosers of classes are."""
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> Any:
+        """A model with values of its own; the family's code is Transformers'."""
+        return cast(Any, cls)._from_config(config, **options)
 
 
 def copy_companions(source: str, target: Path, tokenizer: str | None = None) -> None:

@@ -235,8 +235,9 @@ def adopt_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple
     found: dict[str, tuple[tuple[str, ...], str | None]] = {}
     for name in sorted(names, key=dot_natural_key):
         key, pattern = rename_source_key(name, steps[0], steps[1], prefix, own)
-        if key not in own and name in own:
-            key, pattern = rename_source_key(name, [], [], prefix, own)
+        plain, _ = rename_source_key(name, [], [], prefix, own)
+        if key not in own and plain in own:
+            key, pattern = plain, None
         first, *others = targets[pattern] if pattern else [key]
         found[name] = ((key, *(key.replace(first, other) for other in others)), pattern)
     model._weight_conversions = [one for one in conversions if one.was_used()]  # type: ignore[assignment]

@@ -610,6 +610,17 @@ def _is_here(model: str) -> bool:
     return model in TINIES or (model_folder(model) / "config.json").is_file()
 
 
+def check_adapted_classifier(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """A reward model of some families is trained whole alone."""
+    if not (config.trains_scores and config.uses_lora) or (whole := whole_config(config, "actor_train")) is None:
+        return
+    from roll.models.loading import adapted_classifier_problem
+
+    if problem := adapted_classifier_problem(whole.model_type):
+        key = "actor_train.model_args.lora_target"
+        yield ConfigProblem(key, config.actor_train.model_args.lora_target, "null", problem, involves=("pretrain",))
+
+
 def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The adapter to start from is one of the shape that is trained."""
     args = config.actor_train.model_args
@@ -681,6 +692,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_positions,
     check_trained_format,
     check_adapted_layers,
+    check_adapted_classifier,
     check_adapter_start,
     check_frozen_parts,
     check_shown_pictures,

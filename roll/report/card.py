@@ -35,6 +35,11 @@ _LOAD = {
         "model = AutoModelForSequenceClassification.from_pretrained(folder)",
         "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
     ),
+    "scores with pictures": (
+        "model = classifier_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)",
+        "from roll.models.loading import classifier_class  # Transformers has none of this family\n"
+        "from transformers import AutoConfig, AutoTokenizer",
+    ),
     "critic": (
         "model = AutoModel.from_pretrained(folder)  # the trunk; value_head.safetensors has the head",
         "from transformers import AutoModel, AutoTokenizer",
@@ -49,7 +54,7 @@ def model_card(
 
     Args:
         step: of the checkpoint.
-        kind: ``policy``, ``adapter``, ``scores`` or ``critic``.
+        kind: a key of ``_LOAD``.
         base: the model that the role started from.
         base_card: text of that one's card, whose license the new model inherits.
     """
@@ -66,7 +71,7 @@ def model_card(
     }
     code, imports = _LOAD[kind]
     versions = summary.get("versions") or {}
-    what = {"scores": "reward model", "critic": "critic"}.get(kind, "policy")
+    what = {"scores": "reward model", "critic": "critic"}.get(kind.partition(" ")[0], "policy")
     how = ", ".join(filter(None, (pipeline, estimator)))
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n# {run.resolve().name}, step {step}\n",

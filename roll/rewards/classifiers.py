@@ -12,17 +12,20 @@ import json
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import httpx
+import numpy as np
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
+from roll.data.columns import Item
+from roll.data.identity import vocabulary_ids
 from roll.data.templates import read_template
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, matrix_shapes_in
 from roll.models.tensor_parallel import uneven_heads
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
+
+    from roll.models.pictures import Tower
 
 
 class RemoteClassifierConfig(RemoteConfig):
@@ -168,8 +173,18 @@ class RewardModelConfig(Config):
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """What a classifier reads."""
+
+    ids: list[int]
+    """Those of pictures are below zero."""
+    items: tuple[Item, ...] = ()
+    """The pictures."""
+
+
 class Classifier(ABC):
-    """Computes logits for rows of token ids, locally or on a server. Serves one event loop."""
+    """Computes logits for conversations, locally or on a server. Serves one event loop."""
 
     async def start(self) -> None:
         """Loads the model, if it is not there yet; ``forward`` would do so too.
@@ -181,7 +196,7 @@ class Classifier(ABC):
         return None
 
     @abstractmethod
-    async def forward(self, rows: list[list[int]]) -> list[list[float]]:
+    async def forward(self, rows: list[Conversation]) -> list[list[float]]:
         """Logits of every label for every row.
 
         Raises:
@@ -301,6 +316,28 @@ def load_sizes(config: RewardModelConfig) -> PreTrainedConfig:
     return sizes
 
 
+def seeing(config: RewardModelConfig) -> bool:
+    """Tells whether a classifier is shown pictures: in one piece, in this process, of a family that was compared."""
+    if config.remote is not None or config.tensor_parallel_size > 1:
+        return False
+    try:
+        sizes = load_sizes(config)
+    except ValueError:
+        return False  # told of elsewhere
+    if getattr(sizes, "vision_config", None) is None:
+        return False
+    from roll.models.pictures import pictures_problem
+
+    return not pictures_problem(sizes)
+
+
+def folder_of(config: RewardModelConfig) -> str:
+    """The folder of the classifier, or of the base that an adapter has."""
+    folder = Path(config.model_path).expanduser()
+    adapter = Adapter.of(folder)
+    return str(folder) if adapter is None else adapter.base
+
+
 class Padding:
     """Tokens to pad with, so that the classification head finds each row's last token.
 
@@ -317,14 +354,14 @@ class Padding:
         """The id that the head knows."""
 
     def of(self, rows: list[list[int]]) -> int:
-        """The id for a batch.
+        """The id for a batch of ids.
 
         Raises:
             RewardError: it uses all.
         """
         if self.own is not None:
             return self.own
-        used = set().union(*rows)
+        used = set(vocabulary_ids(np.concatenate(rows)).tolist())
         unused = next((index for index in range(self._vocabulary) if index not in used), None)
         if unused is None:
             raise RewardError("batch_size: the batch uses the whole vocabulary, which leaves no id for padding")
@@ -332,9 +369,19 @@ class Padding:
 
 
 def logits_of(
-    model: PreTrainedModel, rows: list[list[int]], pad_id: int, device: torch.device | str
+    model: PreTrainedModel,
+    rows: list[list[int]],
+    pad_id: int,
+    device: torch.device | str,
+    tower: Tower | None = None,
+    items: Sequence[tuple[Item, ...]] = (),
 ) -> list[list[float]]:
-    """Logits of every label for every row of token ids, in one pass over a rectangle padded on the right."""
+    """Logits of every label for every row of token ids, in one pass over a rectangle padded on the right.
+
+    Args:
+        tower: of a model that sees.
+        items: with it, the pictures of each row.
+    """
     import torch
 
     model.config.get_text_config().pad_token_id = pad_id
@@ -342,8 +389,13 @@ def logits_of(
     ids_BS = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
     lengths_B = torch.tensor([len(row) for row in rows])
     mask_BS = (torch.arange(longest) < lengths_B[:, None]).long()
+    seen: dict[str, Any] = {}
     with torch.inference_mode():
-        output = model(input_ids=ids_BS.to(device), attention_mask=mask_BS.to(device))
+        if tower is not None and any(items):
+            cell_T = mask_BS.flatten().nonzero()[:, 0]
+            pairs = [(np.asarray(row, dtype=np.int64), shown) for row, shown in zip(rows, items, strict=True)]
+            seen = tower.see(tower.of_rows(pairs, cell_T, ids_BS.shape))
+        output = model(input_ids=vocabulary_ids(ids_BS).to(device), attention_mask=mask_BS.to(device), **seen)
     logits_BL = output.logits.float().cpu()
     return [[float(value) for value in row] for row in logits_BL]
 
@@ -360,7 +412,7 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from roll.models.loading import attention_kernel
+    from roll.models.loading import adapted_classifier_problem, attention_kernel
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log it is lines that overwrite nothing
@@ -370,6 +422,8 @@ def load_classifier(config: RewardModelConfig, share: DistributedConfig | None =
     if share is not None:
         options["distributed_config"] = share
     sizes = load_sizes(config)
+    if adapter is not None and (problem := adapted_classifier_problem(sizes.model_type)):
+        raise ValueError(f"model_path: {problem}, expected a whole model")
     if (kernel := attention_kernel(sizes, config.attn_implementation)) is not None:
         options["attn_implementation"] = kernel
     source = folder if adapter is None else Path(adapter.base).expanduser()
@@ -412,13 +466,12 @@ def _reader(
     Raises:
         ValueError: such weights, for a model that is divided.
     """
-    from transformers import AutoModelForSequenceClassification
-
+    from roll.models.loading import classifier_class
     from roll.models.stored import scheme_in
     from roll.models.weight_files import WeightFiles
 
     if (scheme := scheme_in(folder)) is None:
-        return AutoModelForSequenceClassification, {"pretrained_model_name_or_path": str(folder)}
+        return classifier_class(sizes), {"pretrained_model_name_or_path": str(folder)}
     if share is not None:
         raise ValueError(f"tensor_parallel_size: expected 1 with weights in {scheme.method}, as in {folder}")
     files = WeightFiles(str(folder))
@@ -447,13 +500,12 @@ def _check_tensors(config: RewardModelConfig, sizes: PreTrainedConfig, adapter: 
 def _outline(config: RewardModelConfig, sizes: PreTrainedConfig) -> PreTrainedModel:
     """The classifier on the meta device."""
     import torch
-    from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
+    from roll.models.loading import classifier_class
+
     with torch.device("meta"), no_init_weights():
-        made: PreTrainedModel = AutoModelForSequenceClassification.from_config(
-            sizes, trust_remote_code=config.trust_remote_code
-        )
+        made: PreTrainedModel = classifier_class(sizes).from_config(sizes, trust_remote_code=config.trust_remote_code)
     return made
 
 
@@ -492,15 +544,16 @@ class RemoteClassifier(Classifier):
         self._config, self._num_labels = config, num_labels
         self._endpoint = Endpoint(url, "reward model", config, key)
 
-    async def forward(self, rows: list[list[int]]) -> list[list[float]]:
-        """Logits of every label for every row of token ids.
+    async def forward(self, rows: list[Conversation]) -> list[list[float]]:
+        """Logits of every label for every row; nobody sends pictures.
 
         Raises:
             RewardError: refused by the server, or no usable answer after ``max_attempts``.
         """
+        ids = [row.ids for row in rows]
         name = {} if self._config.model_name is None else {"model": self._config.model_name}
         # Without activation vLLM gives logits, which it would else put through softmax or the logistic function.
-        asked = {"input": rows, "use_activation": False} if self._config.server == "vllm" else {"input_ids": rows}
+        asked = {"input": ids, "use_activation": False} if self._config.server == "vllm" else {"input_ids": ids}
         logits, _ = await self._endpoint.ask(name | asked, lambda response: self._read(response, len(rows)))
         return logits
 

@@ -23,21 +23,32 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigErrors
+from roll.data.columns import Item
 from roll.data.control_text import ControlText
+from roll.data.pictures import PictureError
+from roll.data.renderer import ChatRenderer
+from roll.data.row_pictures import with_column
 from roll.data.templates import read_template
+from roll.data.tool_messages import Message
 from roll.rewards.classifiers import (
     Classifier,
+    Conversation,
     Padding,
     RemoteClassifier,
     RewardModelConfig,
+    folder_of,
     load_classifier,
     load_sizes,
     load_tokenizer_of,
     logits_of,
+    seeing,
 )
 from roll.rewards.types import RewardError, RewardResult, Sample, Verifier
 from roll.utils.children import START_TIMEOUT, Child, ChildError, Reply, encode, serve
@@ -57,8 +68,8 @@ class HeldClassifier(Classifier):
         self._there = asyncio.Event()
         self._there.set()
 
-    async def forward(self, rows: list[list[int]]) -> list[list[float]]:
-        pad_id = self._padding.of(rows)
+    async def forward(self, rows: list[Conversation]) -> list[list[float]]:
+        pad_id = self._padding.of([row.ids for row in rows])
         await self._there.wait()  # nothing awaits between here and the lock, which keeps the order
         async with self._turn:
             return await self._pass(rows, pad_id)
@@ -74,7 +85,7 @@ class HeldClassifier(Classifier):
         self._there.set()
 
     @abstractmethod
-    async def _pass(self, rows: list[list[int]], pad_id: int) -> list[list[float]]:
+    async def _pass(self, rows: list[Conversation], pad_id: int) -> list[list[float]]:
         """See ``forward``."""
 
     @abstractmethod
@@ -83,10 +94,17 @@ class HeldClassifier(Classifier):
 
 
 class LocalClassifier(HeldClassifier):
-    """A model in a thread of this process, whole on one device."""
+    """A model in a thread of this process, whole on one device.
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    Args:
+        folder: whose picture processor shows it pictures; ``None``: it sees none.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, folder: str | None = None) -> None:
+        from roll.models.pictures import tower_of
+
         super().__init__(model.config)
+        self._tower = tower_of(model, folder) if folder is not None else None
         self.model: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
         self._device = device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
@@ -94,9 +112,10 @@ class LocalClassifier(HeldClassifier):
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def _pass(self, rows: list[list[int]], pad_id: int) -> list[list[float]]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, logits_of, self.model, rows, pad_id, self._device)
+    async def _pass(self, rows: list[Conversation], pad_id: int) -> list[list[float]]:
+        loop, ids, items = asyncio.get_running_loop(), [row.ids for row in rows], [row.items for row in rows]
+        given = self.model, ids, pad_id, self._device, self._tower, items
+        return await loop.run_in_executor(self._thread, logits_of, *given)
 
     async def _move(self, *, there: bool) -> None:
         place = self._device if there else "cpu"
@@ -160,10 +179,11 @@ class ShardedClassifier(HeldClassifier):
         """Kills the ranks. A batch that runs ends with a ``RewardError``."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
-    async def _pass(self, rows: list[list[int]], pad_id: int) -> list[list[float]]:
+    async def _pass(self, rows: list[Conversation], pad_id: int) -> list[list[float]]:
         await self._load()
+        request = {"do": "forward", "rows": [row.ids for row in rows], "pad_id": pad_id}
         try:
-            replies = await self._ask(self._ranks, {"do": "forward", "rows": rows, "pad_id": pad_id}, PASS_TIMEOUT)
+            replies = await self._ask(self._ranks, request, PASS_TIMEOUT)
         except RankError as error:
             raise RewardError(f"{error}; the next batch restarts all of them") from error
         logits: list[list[float]] = replies[0]["logits"]
@@ -317,8 +337,12 @@ logger = logging.getLogger(__name__)
 _PROBE = "\u241fanswer\u241f"
 
 
+_KEPT_PICTURES = 64
+"""That are resized; the answers to a prompt come one after another."""
+
+
 class RewardModelVerifier(Verifier):
-    """Scores the conversation, response included. Serves one event loop.
+    """Scores the conversation, response included, and its pictures if the model sees. Serves one event loop.
 
     ``RewardResult.parts`` has ``output`` (the logit or probability before scale and shift), ``truncated`` (1 where the
     conversation was cut) and ``control_tokens`` (how many control tokens the answer spells out).
@@ -344,13 +368,21 @@ class RewardModelVerifier(Verifier):
         self._text_config = sizes.get_text_config()
         self._own_pad = Padding(sizes).own
         self._max_length = _max_length(config, self._text_config)
+        self._renderer: ChatRenderer | None = None
+        if self.sees(config):
+            from roll.models.pictures import pictures_of
+
+            pictures = pictures_of(folder_of(config)).with_tokenizer(self.tokenizer)
+            self._renderer = ChatRenderer(self.tokenizer, config.template, pictures)
+        self._item = lru_cache(_KEPT_PICTURES)(self._resized)
         self._warned: set[str] = set()
         most = 1 if config.remote is None else config.remote.max_concurrency
         self._batches = MicroBatcher(self.classifier.forward, config.batch_size, config.batch_wait, most)
 
     @classmethod
     def sees(cls, config: Config) -> bool:
-        return False
+        assert isinstance(config, RewardModelConfig)
+        return seeing(config)
 
     @classmethod
     def num_devices(cls, config: Config) -> int:
@@ -367,9 +399,9 @@ class RewardModelVerifier(Verifier):
         Raises:
             RewardError: the conversation cannot be rendered, is too long, or the output is no finite number.
         """
-        text, control_tokens = self.render(sample)
-        ids, truncated = self._encode(text)
-        output, score = self._to_score(await self._batches.submit(ids))
+        read, truncated = await asyncio.to_thread(self._read, sample) if sample.pictures else self._read(sample)
+        control_tokens = self._control.count(sample.response)
+        output, score = self._to_score(await self._batches.submit(read))
         if not math.isfinite(score):
             raise RewardError(f"reward model {self._args.model_path!r}: got the score {score}, expected a number")
         parts = {"output": output, "truncated": float(truncated), "control_tokens": float(control_tokens)}
@@ -388,15 +420,28 @@ class RewardModelVerifier(Verifier):
         """Takes it back to its device."""
         await self.classifier.onload()
 
-    def render(self, sample: Sample) -> tuple[str, int]:
-        """The conversation as the reward model reads it, and how many of its control tokens the answer spells out.
+    def _read(self, sample: Sample) -> tuple[Conversation, bool]:
+        """The conversation as the reward model reads it, and whether the beginning was cut off.
 
         What messages contain is text (``ControlText``), of which stand-ins tell: an answer could else close its own
         turn and add a friendlier one, and so could what a tool has said.
         """
-        asked = sample.messages or ({"role": "user", "content": sample.prompt},)
+        asked: Sequence[Message] = sample.messages or ({"role": "user", "content": sample.prompt},)
+        items: tuple[Item, ...] = ()
+        if self._renderer is not None and sample.pictures:
+            try:
+                items = tuple(map(self._item, sample.pictures))
+                asked = with_column(asked, items, "images")
+            except PictureError as error:
+                raise RewardError(f"reward model {self._args.model_path!r}: {error}") from error
         messages = [*map(dict, asked), _assistant(sample.response)]
-        return self._apply_template(self._control.hide(messages)), self._control.count(sample.response)
+        text = self._apply_template(self._control.hide(messages))
+        return self._encode(text, messages, items)
+
+    def _resized(self, shown: Item) -> Item:
+        """A picture in the size that the model's own processor gives it."""
+        assert self._renderer is not None and self._renderer.pictures is not None, "it sees"
+        return self._renderer.pictures.item(shown.data)
 
     def _check_template(self) -> None:
         """Finds out at start whether the template works and shows the answer."""
@@ -409,7 +454,7 @@ class RewardModelVerifier(Verifier):
         if _PROBE not in text:
             raise ValueError("template: it drops the assistant's text, expected the answer in the rendered text")
 
-    def _apply_template(self, messages: list[dict[str, str]]) -> str:
+    def _apply_template(self, messages: list[dict[str, Any]]) -> str:
         import jinja2
 
         try:
@@ -418,8 +463,11 @@ class RewardModelVerifier(Verifier):
             roles = [message.get("role") for message in messages]
             raise RewardError(f"template: cannot render a conversation of {roles} ({error})") from error
 
-    def _encode(self, text: str) -> tuple[list[int], bool]:
-        """Token ids, and whether the beginning was cut off. A leading begin-of-text token stays."""
+    def _encode(self, text: str, messages: list[dict[str, Any]], items: tuple[Item, ...]) -> tuple[Conversation, bool]:
+        """A rendered conversation, and whether the beginning was cut off. A leading begin-of-text token stays."""
+        if items:
+            assert self._renderer is not None and self._renderer.pictures is not None, "it sees"
+            text = self._renderer.pictures.spaced(text)
         ids = self._control.encode(text)
         if not ids:
             raise RewardError("template: rendered to no tokens at all")
@@ -434,14 +482,27 @@ class RewardModelVerifier(Verifier):
                 "the conversation ends with the reward model's padding token; as everywhere in transformers, the score "
                 "is read at the last token before it",
             )
+        if items:
+            ids = self._with_pictures(ids, messages)
         limit = self._max_length
         if limit is None or len(ids) <= limit:
-            return ids, False
-        if self._args.overlong == "error":
-            raise RewardError(f"max_length: got a conversation of {len(ids)} tokens, expected at most {limit}")
+            return Conversation(ids, items), False
+        if self._args.overlong == "error" or items:
+            why = "; one with pictures is never cut" if items else ""
+            raise RewardError(f"max_length: got a conversation of {len(ids)} tokens, expected at most {limit}{why}")
         self._warn_once("length", f"a conversation of {len(ids)} tokens lost its beginning: max_length is {limit}")
         head = ids[:1] if limit > 1 and ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id) else []
-        return head + ids[len(ids) - limit + len(head) :], True
+        return Conversation(head + ids[len(ids) - limit + len(head) :]), True
+
+    def _with_pictures(self, ids: list[int], messages: list[dict[str, Any]]) -> list[int]:
+        import jinja2
+
+        assert self._renderer is not None, "it sees"
+        try:
+            spread, _ = self._renderer.with_pictures(np.asarray(ids, dtype=np.int64), messages)
+        except jinja2.TemplateError as error:
+            raise RewardError(f"template: {error}") from error
+        return spread.tolist()
 
     def _to_score(self, logits: list[float]) -> tuple[float, float]:
         import torch
@@ -472,7 +533,7 @@ def _classifier(config: RewardModelConfig, sizes: PreTrainedConfig) -> Classifie
     device = _resolve_device(config.device, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1:
         return ShardedClassifier(config, sizes)
-    return LocalClassifier(load_classifier(config), device)
+    return LocalClassifier(load_classifier(config), device, folder_of(config) if seeing(config) else None)
 
 
 def _label_index(config: RewardModelConfig, sizes: PreTrainedConfig) -> int:

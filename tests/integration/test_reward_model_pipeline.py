@@ -6,13 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from roll.__main__ import main
+from roll.data.columns import Item
 from roll.rewards.classifiers import RewardModelConfig
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import Sample
 from tests.integration.conftest import TWO_RANKS, Offline, Run, assert_taken_again, packed
+from tests.support.picture_models import make_picture_model
 from tests.support.resuming import stop_and_resume
 
 Rm = Callable[..., Run]
@@ -39,12 +43,16 @@ def rm(offline: Offline) -> Rm:
 
 
 def scores(folder: Path, answers: list[str]) -> list[float]:
-    """The verifier's, one event loop for all."""
+    """The verifier's."""
+    return scores_of(folder, [Sample("12?", answer, ground_truth=None, data_source="") for answer in answers])
+
+
+def scores_of(folder: Path, samples: list[Sample]) -> list[float]:
+    """The same of any samples, one event loop for all."""
 
     async def judge() -> list[float]:
         verifier = RewardModelVerifier(RewardModelConfig(model_path=str(folder)))
-        asked = {"ground_truth": None, "data_source": "", "extra_info": {}}
-        verdicts = [await verifier.score(Sample(prompt="12?", response=answer, **asked)) for answer in answers]
+        verdicts = [await verifier.score(sample) for sample in samples]
         await verifier.close()
         return [verdict.score for verdict in verdicts]
 
@@ -127,3 +135,56 @@ def test_scores_and_steps_are_learnt_too(rm):
 @pytest.mark.slow  # a run and its replay
 def test_a_step_is_taken_again_from_the_data_to_the_bit(rm, replay):
     assert_taken_again(replay, rm("save_steps=2").ended(), 3, "rm", "reward_model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "train"),
+    [
+        ("qwen2_5_vl", ()),
+        ("qwen3_vl", ("train=deepspeed",)),
+        ("qwen3_vl", ("actor_train.model_args.lora_target=all-linear", "actor_train.training_args.learning_rate=0.03")),
+    ],
+    ids=["fsdp2", "deepspeed", "adapter"],
+)
+def test_a_reward_model_sees_what_it_was_trained_to_see(offline, tmp_path, family, train):
+    """Which answer is right, the picture alone says; what is saved scores as the run does, and goes on."""
+    pixels = np.random.default_rng(0).integers(0, 256, (14, 56, 84, 3), np.uint8)
+    pixels[::2] //= 4  # dark ones
+    for number, each in enumerate(pixels):
+        Image.fromarray(each).save(tmp_path / f"{number}.png")
+    sides = [(RIGHT, WRONG), (WRONG, RIGHT)]
+
+    def shown(number: int) -> str:
+        chosen, rejected = sides[number % 2]
+        return (
+            json.dumps({"ask": "<image>?", "images": [f"{number}.png"], "chosen": chosen, "rejected": rejected}) + "\n"
+        )
+
+    model = make_picture_model(tmp_path / "model", family)
+    rm = offline("rm", shown, *train, "sequence_length=128", "prompt_length=64")
+    run = rm(f"pretrain={model}").ended()
+    folder = run.checkpoint(6) / "actor_train"
+    assert run.metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert run.metrics[6]["eval/loss"] < 0.6
+    asked: dict[str, Any] = {
+        "ground_truth": None,
+        "data_source": "",
+        "messages": ({"role": "user", "content": "<image>?"},),
+    }
+    found = {
+        side: [
+            Sample("<image>?", sides[number % 2][index], pictures=(Item(pixels[number]),), **asked)
+            for number in range(10, 14)
+        ]
+        for index, side in enumerate(("chosen", "rejected"))
+    }
+    for side, samples in found.items():
+        assert np.mean(scores_of(folder, samples)) == pytest.approx(run.metrics[6][f"eval/{side}_score"], abs=1e-4)
+    merging = ["--merge-adapter"] * (folder / "adapter_config.json").is_file()
+    assert main(["export", str(folder), "-o", str(tmp_path / "exported"), *merging]) == 0
+    both = [scores_of(path, found["chosen"]) for path in (tmp_path / "exported", folder)]
+    assert both[0] == pytest.approx(both[1], abs=1e-6)
+    assert "classifier_class(AutoConfig" in (tmp_path / "exported" / "README.md").read_text()
+    again = rm(f"pretrain={tmp_path / 'exported'}", "max_steps=1", output="again").ended()
+    assert again.metrics[0]["eval/loss"] == pytest.approx(run.metrics[6]["eval/loss"], abs=1e-4)

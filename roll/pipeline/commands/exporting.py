@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -125,9 +126,19 @@ def _write_card(saved: Saved, folder: Path) -> None:
         shutil.copy2(card, folder / BASE_CARD)
     adapter = (folder / "adapter_config.json").is_file()
     kind = "critic" if role == "critic" else "adapter" if adapter else "scores" if "reward_loss" in values else "policy"
+    if kind == "scores" and _is_own_classifier(folder):
+        kind = "scores with pictures"
     step = Checkpointer.step_of(saved.checkpoint)
     written = model_card(saved.run, pipeline, schemas()[pipeline], step, kind, base, text)
     (folder / _CARD).write_text(written, encoding="utf-8")
+
+
+def _is_own_classifier(folder: Path) -> bool:
+    """Tells whether Transformers has no class of a classifier's name, see ``classifier_class``."""
+    import transformers
+
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return not any(hasattr(transformers, name) for name in content["architectures"])
 
 
 def _config_kwargs(saved: Saved, role: str) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from roll.models.loading import (
     COMPANIONS,
     GENERATION_FILE,
     Head,
+    adapted_classifier_problem,
     classifier_entries,
     copy_files,
     copy_own_code,
@@ -236,6 +237,8 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, ShardLayout]) 
     layers = _layers(skeleton, matrices, config)
     stored = _folder_spreads(base)
     if classifies:
+        if problem := adapted_classifier_problem(skeleton.config.model_type):
+            raise ValueError(f"{folder}: {problem}")
         stored = _as_classifier(stored, matrices.get(SCORE_NAME), skeleton)
     if missing := [name for name in layers if name not in stored]:
         raise ValueError(f"{base}: no {missing[0]} in it, which the adapter changes; expected the model that it adapts")
