@@ -100,14 +100,15 @@ def rank_main(rank: int, port: int, folder: Path, trained: list[Any], refusals: 
                 found.logprobs(shares(0)[rank])
         (folder / f"{name}-refused-{first}-{rank}.json").write_text(json.dumps(str(refused.value)))
         found.shutdown()
+    batch = make_batch(num_sequences=2)
     for name in SPLIT:
         found = split_trainer(folder / "qwen3", name, rank)
         with (
             split_wrongly(found, name, rank),
             pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused,
         ):
-            found.train_step(make_batch(), loss_fn)
-        found.train_step(make_batch(), loss_fn)
+            found.train_step(batch, loss_fn)
+        found.train_step(batch, loss_fn)
         result = {"told": str(refused.value), "compared": sorted(found.own_forward.compared)}
         (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
         found.shutdown()

@@ -47,6 +47,7 @@ from tests.support.contract import (
     weights_of,
 )
 from tests.support.families import tiny_config, tiny_model
+from tests.support.ranks import slow_but
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
@@ -201,7 +202,7 @@ def test_padding_of_a_prompt_needs_no_room(tmp_path):
     assert completion.token_ids.tolist() == greedy_oracle(model, prompt, 4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("qwen2", "gpt_neox"), FAMILIES))
 def test_staggered_greedy_requests_equal_transformers_generate(family, model_path):
     path = model_path(family)
     rng = random.Random(1)
