@@ -32,6 +32,8 @@ from tests.support.ranks import (
     gathered,
     leave_rank,
     run_ranks,
+    slow_but,
+    wanted,
     write,
 )
 from tests.support.sizes import sizes
@@ -48,6 +50,8 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "replica": {"fsdp_size": 1},
 }
+NAMES = slow_but(("full", "keep", "replica"), SHARDINGS)
+"""Offloaded weights and moments take the same steps in ``tests/parity`` (``offload2``)."""
 
 
 class ProbedTrain(Fsdp2Train):
@@ -299,30 +303,36 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
             (folder / f"error{rank}-{number}").write_text(str(error))
 
 
-def rank_main(rank: int, port: int, folder: Path, model: Path) -> None:
+def rank_main(rank: int, port: int, folder: Path, model: Path, names: list[str]) -> None:
     enter_rank(port)
-    for name in SHARDINGS:
+    for name in names:
         run_sharding(folder, model, name, rank)
     run_others(folder, model, rank)
     leave_rank()
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Path:
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(rank_main, 2, folder, untied_model)
+    run_ranks(rank_main, 2, folder, untied_model, wanted(request, "name"))
     return folder
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
-def test_every_sharding_ends_with_the_same_weights(two_ranks, untied_model, name):
+@pytest.fixture(scope="module")
+def alone(untied_model: Path) -> dict[str, Tensor]:
+    """The weights after three steps of one process."""
     trainer = make_trainer(untied_model)
     for step in range(3):
         trainer.train_step(make_batch(seed=step), policy_loss)
-    assert_near(load_file(two_ranks / f"{name}-0/final.safetensors"), exported(trainer), 2e-5)
+    return exported(trainer)
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_sharding_ends_with_the_same_weights(two_ranks, alone, name):
+    assert_near(load_file(two_ranks / f"{name}-0/final.safetensors"), alone, 2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks, name):
     final, resumed = (load_file(two_ranks / f"{name}-0/{kind}.safetensors") for kind in ("final", "resumed"))
     assert_near(resumed, final, 0.0)
@@ -335,7 +345,7 @@ def test_checkpoint_of_two_ranks_continues_on_one(two_ranks, untied_model):
     assert_near(exported(trainer), load_file(two_ranks / "full-0/final.safetensors"), 2e-5)
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_nan_on_one_rank_skips_the_step_on_both(two_ranks, name):
     assert_near(
         load_file(two_ranks / f"{name}-0/after_nan.safetensors"),
@@ -413,7 +423,7 @@ def test_failed_write_is_an_error_on_every_rank(two_ranks):
         assert "occupied" in (two_ranks / f"error{rank}-{number}").read_text()
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks, name):
     assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
 
