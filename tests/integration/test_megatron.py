@@ -4,6 +4,7 @@ What a layout computes is compared with ``fsdp2_train`` in one process, which th
 Face in float64. All layouts of this file run in one pair of processes.
 """
 
+import functools
 import math
 import os
 import traceback
@@ -379,6 +380,7 @@ def assert_same_metrics(found: Metrics, expected: Metrics) -> None:
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+@functools.cache
 def expected_after(folder: Path, kind: str, *seeds: int, **kwargs: Any) -> tuple[Metrics, dict[str, Tensor]]:
     """The last step's metrics, and the weights, of fsdp2."""
     trainer = make_trainer(folder / kind, "fsdp2_train", **kwargs)
@@ -515,7 +517,7 @@ def test_reference_scores_and_hidden_states(folder, scores):
         torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("shares", slow_but(["tp", "cp"], LAYOUTS))
+@pytest.mark.parametrize("shares", slow_but(["tp"], LAYOUTS))
 def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder, shares):
     found = found_by(case_shared_prompts, folder)
     shared, single = found[f"{shares} True"], found[f"{shares} False"]
