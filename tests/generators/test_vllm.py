@@ -4,8 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,10 +41,7 @@ if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
     pytest.skip("vllm: ROLL_GENERATORS leaves it out", allow_module_level=True)
 
 
-def test_the_strategy_imports_no_engine_and_names_the_extra_of_a_missing_one():
-    modules = "roll.distributed.strategy.vllm.strategy, roll.distributed.strategy.vllm.worker"
-    code = f"import sys, {modules}; print('vllm' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+def test_a_missing_engine_is_named_with_its_extra():
     with pytest.raises(MissingEngineError, match=r"pip install 'roll-rl\[nothing\]'"):
         require_engine("no_such_engine", extra="nothing", strategy="none")
 

@@ -190,8 +190,10 @@ def test_an_environment_without_sglang_is_refused(python, message, tmp_path):
         SglangStrategy(StrategyContext(worker, "actor_infer", str(tmp_path)))
 
 
-def test_importing_the_strategy_imports_no_engine():
-    code = "import sys, roll.distributed.strategy.sglang.strategy; assert not {'sglang', 'vllm'} & set(sys.modules)"
+def test_importing_the_strategies_imports_no_engine():
+    modules = "sglang.strategy", "vllm.strategy", "vllm.worker"
+    imports = ", ".join(f"roll.distributed.strategy.{module}" for module in modules)
+    code = f"import sys, {imports}; assert not {{'sglang', 'vllm'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
