@@ -1,16 +1,18 @@
-"""A run on three Ray nodes, of which two are lost: one that only generates, then one that trains; it resumes on two."""
+"""A run on three Ray nodes, of which two are lost: one that only generates, then one that trains."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from tests.integration.conftest import Rlvr, Run
 from tests.support.warm.start import warm_environment
 
 STEPS = 3
+ALWAYS = (f"max_steps={STEPS}", "max_worker_restarts=2")
 
 MACHINES = """
 import sys
@@ -56,32 +58,53 @@ def said(process: subprocess.Popen[str], order: str = "") -> str:
     return process.stdout.readline().strip()
 
 
+Lost = Callable[[], tuple[Run, str, str, str]]
+
+
+@pytest.fixture
+def lost(rlvr: Rlvr, machines: subprocess.Popen[str]) -> Lost:
+    """A run on the three nodes that loses two of them.
+
+    With the cluster's address, and the ids of the nodes that generated and trained.
+    """
+
+    def start() -> tuple[Run, str, str, str]:
+        address = said(machines)
+        layout = (
+            "num_nodes=3",
+            "actor_train.device_mapping=[0,2]",
+            "actor_infer.device_mapping=[1,4]",
+            "weight_update_deltas=true",
+            "actor_train.training_args.per_device_train_batch_size=4",  # of two ranks
+        )
+        orders = ("hold-actor_infer-1-generate-1", "hold-actor_train-1-train-2")
+        run = rlvr(*ALWAYS, *layout, address=address, orders=orders)
+        run.pid_at("actor_infer-1-generate-1")
+        generates = said(machines, "2")
+        run.pid_at("actor_train-1-train-2")
+        trains = said(machines, "1")
+        return run.ended(1), address, generates, trains
+
+    return start
+
+
 @pytest.mark.timeout(600)
-def test_a_run_outlives_a_node_that_generates_and_after_one_that_trains_goes_on_with_fewer_ranks(rlvr, machines):
-    address, steps = said(machines), (f"max_steps={STEPS}", "max_worker_restarts=2")
-    layout = (
-        "num_nodes=3",
-        "actor_train.device_mapping=[0,2]",
-        "actor_infer.device_mapping=[1,4]",
-        "weight_update_deltas=true",
-    )
-    layout += ("actor_train.training_args.per_device_train_batch_size=4",)  # of two ranks
-    orders = ("hold-actor_infer-1-generate-1", "hold-actor_train-1-train-2")
-    run = rlvr(*steps, *layout, address=address, orders=orders)
-    run.pid_at("actor_infer-1-generate-1")
-    generates = said(machines, "2")
-    run.pid_at("actor_train-1-train-2")
-    trains = said(machines, "1")
-    run.ended(1)
+def test_a_run_outlives_a_node_that_generates_and_ends_with_one_that_trains(lost):
+    run, _, generates, trains = lost()
     assert f"{generates}) is gone" in run.output and "actor_infer goes on with 1 of 2 workers" in run.output
     assert "actor_train rank 1 died" in run.output and f"on node {trains} is gone" in run.output.replace("\n", " ")
     assert run.checkpoint(1).exists()
     assert run.metrics[1]["weight_update/sent_share"] == 1, "the first update"
     assert run.summary["steps"] == 1
 
+
+@pytest.mark.slow  # other tests resume runs, and load checkpoints of two ranks on one
+@pytest.mark.timeout(600)
+def test_what_is_left_goes_on_with_fewer_ranks_on_two_nodes(lost, rlvr, machines):
+    _, address, _, _ = lost()
     said(machines, "another")
     layout = ("num_nodes=2", "actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0,2]")
-    resumed = rlvr(*steps, *layout, "resume_from_checkpoint=true", address=address).ended()
+    resumed = rlvr(*ALWAYS, *layout, "resume_from_checkpoint=true", address=address).ended()
     whole = rlvr(f"max_steps={STEPS}", output="whole").ended()
     assert resumed.summary["steps"] == STEPS
     found, expected = resumed.tensors(STEPS), whole.tensors(STEPS)
