@@ -17,21 +17,23 @@ ALWAYS = (f"max_steps={STEPS}", "max_worker_restarts=2")
 MACHINES = """
 import sys
 from ray.cluster_utils import Cluster
+from roll.distributed.cluster.ray_session import bare_node
 
-machines = Cluster()
-node = {"num_cpus": 2, "object_store_memory": 2**27, "include_dashboard": False}
-for head in ({"_system_config": {"health_check_period_ms": 1000}}, {}, {}):
-    machines.add_node(**node, **head)
-print(machines.address, flush=True)
-others = sorted(machines.worker_nodes, key=lambda node: node.node_id)  # as the driver numbers them
-for line in sys.stdin:
-    if line == "another\\n":
-        changed = machines.add_node(**node)
-    else:
-        changed = others[int(line) - 1]
-        machines.remove_node(changed, allow_graceful=False)
-    print(changed.node_id, flush=True)
-machines.shutdown()
+with bare_node():
+    machines = Cluster()
+    node = {"num_cpus": 2, "object_store_memory": 2**27, "include_dashboard": False}
+    for head in ({"_system_config": {"health_check_period_ms": 1000}}, {}, {}):
+        machines.add_node(**node, **head)
+    print(machines.address, flush=True)
+    others = sorted(machines.worker_nodes, key=lambda node: node.node_id)  # as the driver numbers them
+    for line in sys.stdin:
+        if line == "another\\n":
+            changed = machines.add_node(**node)
+        else:
+            changed = others[int(line) - 1]
+            machines.remove_node(changed, allow_graceful=False)
+        print(changed.node_id, flush=True)
+    machines.shutdown()
 """
 
 
