@@ -20,10 +20,13 @@ from torch import Tensor
 from roll.configs.engines.sglang import CARD, OWNED_OPTIONS, SglangConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tokenizer
+from roll.pipeline.probe import find_causes, other_prompt
+from roll.utils.foreign import replaced
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
@@ -41,7 +44,8 @@ from tests.support.contract import (
     requests_of,
     weights_of,
 )
-from tests.support.probe_pair import Pair, exchange, started, to_int8
+from tests.support.picture_models import make_picture_model
+from tests.support.probe_pair import Pair, exchange, started, started_seeing, to_int8
 
 SGLANG = OPTIONS.get("sglang", {})
 if "sglang" not in os.environ.get("ROLL_GENERATORS", "sglang").split(","):
@@ -205,7 +209,17 @@ FAULTS = Path(__file__).parents[1] / "support" / "sglang_faults.py"
 @pytest.fixture(scope="module")
 def faulty(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Path]]:
     """A pair whose engine has the fault that is named in a file."""
-    root = tmp_path_factory.mktemp("faulty")
+    yield from pair_with_faults(tmp_path_factory.mktemp("faulty"), started, Path(model_path("tied", 0)))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Path]]:
+    """The same, whose question has a picture."""
+    root = tmp_path_factory.mktemp("seeing")
+    yield from pair_with_faults(root, started_seeing, make_picture_model(root / "model", "qwen2_5_vl"))
+
+
+def pair_with_faults(root: Path, start: Callable[..., Pair], model: Path) -> Iterator[tuple[Pair, Path]]:
     python = Path(SGLANG.get("python_executable", sys.executable))
     (root / "bin").mkdir()
     (root / "lib").symlink_to(python.parent.parent / "lib")
@@ -216,7 +230,7 @@ def faulty(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     planted.write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLL_PLANTED", str(planted))
-        pair = started("sglang", Path(model_path("tied", 0)), options={"python_executable": str(started_by)})
+        pair = start("sglang", model, options={"python_executable": str(started_by)})
     yield pair, planted
     pair.generator.shutdown()
 
@@ -268,6 +282,8 @@ def test_a_probe_names_right_bytes_under_wrong_names(faulty, monkeypatch):
         ("hotter", {}, "temperature: both agree where the generator is asked for 0.57"),
         ("cut", {}, "a cut distribution"),
         ("cut by top-p", {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        ("penalised", {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
+        ("offset", {}, "token offset: what the generator reports for a token is what the trainer computes"),
         ("old keys and values", {}, "keys and values of old weights"),
         ("rope", {}, "layers: they part in model.layers.0"),
         ("tied weight apart", {}, "is tied to another tensor in the trainer"),
@@ -287,6 +303,38 @@ def test_a_probe_names_what_the_engine_does_otherwise(faulty, monkeypatch, fault
     planted.write_text("")
     pair.update()
     assert words in " ".join(causes), causes
+
+
+def test_a_probe_names_another_chat_template(faulty):
+    (pair, _), own = faulty, probe_prompt(make_tokenizer(), "chatml")
+    for template, differs in (("chatml", False), ("qwen2", True)):
+        with replaced(pair.generator, context=replace(pair.generator.context, template=template)):
+            assert bool(problem := other_prompt(own, pair.generator.settings())) == differs
+    assert problem is not None and problem.startswith("template or tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("other picture", "pictures: the generator sees another one: "),
+        ("other pixel", "pictures: pixels have changed on the way to the generator's tower: 1 of 28,224 numbers of"),
+        ("old features", "pictures: of equal pixels the generator's vision tower makes features that are "),
+    ],
+)
+def test_a_probe_names_what_the_engine_sees_otherwise(seeing, fault, words):
+    pair, planted = seeing
+    assert not pair.causes()
+    planted.write_text(fault)
+    with torch.no_grad():
+        for parameter in pair.trainer.weights.scorer.model.parameters():
+            parameter *= 1.1
+    pair.update()
+    difference, bound, completion = pair.difference()
+    assert difference > bound.value or fault == "other pixel"
+    causes = find_causes(pair, pair.request, completion, bound)
+    planted.write_text("")
+    pair.update()
+    assert causes[0].startswith(words), causes
 
 
 @pytest.mark.slow  # an engine of its own for each

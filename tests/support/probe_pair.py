@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
+from roll.data.pictures import Pictures
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.evidence import probe_prompt, rows_of
+from roll.distributed.strategy.evidence import pictured_prompt, probe_picture, probe_prompt, rows_of
 from roll.distributed.weights.buckets import as_tensor
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
@@ -112,6 +114,18 @@ def started(engine: str, path: Path, lora: LoraSpec | None = None, options: Any 
             if lora is None or "lora_" in name:
                 parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
     pair.update()
+    return pair
+
+
+def started_seeing(engine: str, path: Path, options: Any = None) -> Pair:
+    """A pair whose question has a picture."""
+    context = context_of(engine, str(path), options, sequence_length=128, pictures=True)
+    generator = STRATEGIES.get(engine)(context)
+    generator.setup()
+    pair = Pair(path, generator, 1.0, pictures=True)
+    tokenizer, pictures = AutoTokenizer.from_pretrained(path), Pictures(path)
+    prompt = pictured_prompt(tokenizer, "native", pictures)
+    pair.request = replace(pair.request, prompt_ids=prompt, items=(probe_picture(pictures),))
     return pair
 
 

@@ -5,6 +5,7 @@ Runs in SGLang's environment, in place of ``python -m roll.distributed.strategy.
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ def planted(fault: str) -> bool:
 def sample(logits_BV: torch.Tensor, rows: Any, *args: Any) -> Any:
     if planted("hotter"):
         return sampling.sample(logits_BV / 1.4, rows, *args)
+    if planted("penalised") and rows.penalty_B is not None:
+        penalised_BV = sampling._penalised(logits_BV, rows, args[1], None)
+        return sampling.sample(penalised_BV, replace(rows, penalty_B=None), *args)
     tokens_B, logprobs_B = sampling.sample(logits_BV, rows, *args)
     if planted("cut") or (planted("cut by top-p") and rows.truncated_R is not None):
         all_BV = (logits_BV / rows.temperature_B[:, None]).log_softmax(-1)
@@ -32,9 +36,14 @@ def sample(logits_BV: torch.Tensor, rows: Any, *args: Any) -> Any:
 def load_staged(model: Any, named_tensors: Any) -> None:
     """Puts right what was planted in the model, and plants what is to be found in it."""
     from sglang.srt.layers import logits_processor
+    from sglang.srt.managers import mm_schedule
 
+    if planted("old features"):
+        mm_schedule.embedding_cache.clear, clear = lambda: None, mm_schedule.embedding_cache.clear
     model.lm_head = embedding = model.model.embed_tokens
     load(model, named_tensors)
+    if planted("old features"):
+        mm_schedule.embedding_cache.clear = clear
     if planted("tied weight apart"):
         model.lm_head = copy.copy(embedding)
         weight = torch.nn.Parameter(embedding.weight * 1.1, requires_grad=False)
@@ -57,11 +66,30 @@ async def end_update(self: server.SglangServer, version: int) -> None:
     self._update_lock.release()
 
 
+def result(output: Any) -> dict[str, Any]:
+    found = told(output)
+    if planted("offset"):
+        found["logprobs"] = [*found["logprobs"][1:], *found["logprobs"][:1]]
+    return found
+
+
+async def as_given(model_config: Any, image_data: Any, **named: Any) -> Any:
+    (shown,) = image_data
+    for *_, values in shown["pictures"]:
+        if planted("other picture"):
+            values["pixel_values"] = values["pixel_values"][::-1].copy()
+        if planted("other pixel"):
+            values["pixel_values"][2, 5] += 0.5
+    return await given(model_config, image_data, **named)
+
+
 load, ended = scheduler.load_staged, server.SglangServer.end_update
+told, given = server._result, server._as_given
 
 if __name__ == "__main__":
     cpu.prepare()
     sampler.sample = sample  # type: ignore[assignment]
     scheduler.load_staged = load_staged
+    server._result, server._as_given = result, as_given
     server.SglangServer.end_update = end_update  # type: ignore[method-assign]
     server.main()

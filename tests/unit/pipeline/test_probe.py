@@ -10,21 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
-from roll.data.pictures import Pictures
-from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.evidence import pictured_prompt, probe_picture, probe_prompt
+from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.models import sampling
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.probe import Bound, Probe, find_causes, other_prompt
 from roll.utils.foreign import replaced
-from tests.support.contract import context_of
 from tests.support.known_families import make_known
 from tests.support.picture_models import make_picture_model
-from tests.support.probe_pair import Pair, exchange, started, to_int8
+from tests.support.probe_pair import Pair, exchange, started, started_seeing, to_int8
 
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "down_proj"))
 VOCABULARY = len(make_tokenizer())
@@ -60,14 +56,9 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 def pictured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A pair whose question has a picture."""
     path = make_picture_model(tmp_path_factory.mktemp("sees") / "model", "qwen2_5_vl")
-    generator = STRATEGIES.get("hf_infer")(context_of("hf_infer", str(path), sequence_length=128, pictures=True))
-    generator.setup()
-    pair = Pair(path, generator, 1.0, pictures=True)
-    tokenizer, pictures = AutoTokenizer.from_pretrained(path), Pictures.of(path)
-    prompt = pictured_prompt(tokenizer, "native", pictures)
-    pair.request = replace(pair.request, prompt_ids=prompt, items=(probe_picture(pictures),))
+    pair = started_seeing("hf_infer", path)
     yield pair
-    generator.shutdown()
+    pair.generator.shutdown()
 
 
 def other_picture(pixels: Any) -> Any:

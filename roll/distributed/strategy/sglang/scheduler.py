@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from roll.distributed.strategy.evidence import LayerWatch, Sketch, layer_stream
+from roll.distributed.strategy.evidence import FEATURES, LayerWatch, Sketch, layer_stream
 from roll.distributed.strategy.generation.prompt_scoring import SCORING, PromptScoring
 from roll.distributed.strategy.sglang import cpu, sampler
 from roll.distributed.weights.contents import views
@@ -162,21 +162,27 @@ def _show_models() -> None:
 
 
 def _show(scheduler: Any, what: str, given: str, path: str) -> None:
-    """Writes what a model is like to a safetensors file: ``sketches``, ``own_sketches`` or ``layers``.
+    """Writes what a model is like to a safetensors file: ``sketches``, ``own_sketches``, ``layers`` or ``pictures``.
 
-    A sketch is its projections, with its shape and size in the file's metadata. Layers are watched from ``watch`` on.
+    A sketch is its projections, with its shape and size in the file's metadata. Layers are watched from ``watch`` on,
+    and pictures from ``look`` on.
 
     Args:
         given: JSON. Shapes of the weights by name in a checkpoint, for ``sketches``; the number of tokens, for
-            ``layers``.
+            ``layers``; hashes of a prompt's pictures in their places, for ``pictures``.
     """
     model, wanted = scheduler.tp_worker.model_runner.model, json.loads(given)
     if what == "watch":
         scheduler.roll_watch = LayerWatch(model, _stream)
         return
+    if what == "look":
+        scheduler.roll_look = PictureWatch()
+        return
     metadata = {}
     if what == "layers":
         told = scheduler.roll_watch.end(wanted)
+    elif what == "pictures":
+        told = scheduler.roll_look.end(wanted, scheduler.model_config.hidden_size)
     else:
         own = ((name, weight) for name, weight in model.named_parameters() if weight.numel())
         held = own if what == "own_sketches" else read_back(model, wanted, scheduler.tp_cpu_group)
@@ -185,6 +191,42 @@ def _show(scheduler: Any, what: str, given: str, path: str) -> None:
         metadata = {name: json.dumps([shape, norm]) for name, (shape, norm, _) in sketches.items()}
     if torch.distributed.get_rank(scheduler.tp_cpu_group) == 0:
         save_file({name: each.contiguous() for name, each in told.items()}, path, metadata)
+
+
+class PictureWatch:
+    """Notes what SGLang's tower would be given of the pictures that go into the model from now on."""
+
+    def __init__(self) -> None:
+        from sglang.srt.managers import mm_utils
+
+        self._given: dict[int, dict[str, Tensor]] = {}
+        self._find = find = mm_utils.get_embedding_and_mask
+
+        def note(*args: Any, embedding_items: Sequence[Any], **options: Any) -> Any:
+            for item in embedding_items:
+                self._given[item.hash] = {"pixel_values": item.feature, "image_grid_thw": item.image_grid_thw}
+            return find(*args, embedding_items=embedding_items, **options)
+
+        mm_utils.get_embedding_and_mask = note
+
+    def end(self, hashes: Sequence[str], width: int) -> dict[str, Tensor]:
+        """float32, as ``evidence.pictures_seen``; nothing where a picture was not there, or its features went away.
+
+        Args:
+            hashes: of the pictures in the places of a prompt.
+            width: of a feature; what Qwen3-VL adds behind its first layers stands behind it.
+        """
+        from sglang.srt.managers import mm_schedule, mm_utils
+
+        mm_utils.get_embedding_and_mask = self._find
+        numbers = [int.from_bytes(bytes.fromhex(each)[:8], "big") for each in hashes]
+        made = [mm_schedule.embedding_cache.get_single(number) for number in numbers]
+        if None in made or not self._given.keys() >= {*numbers}:
+            return {}
+        given = [self._given[number] for number in dict.fromkeys(numbers)]
+        parts = {name: torch.cat([each[name] for each in given]) for name in given[0]}
+        parts[FEATURES] = torch.cat([each.embedding.reshape(-1, each.embedding.shape[-1])[:, :width] for each in made])
+        return {name: values.float().cpu() for name, values in parts.items()}
 
 
 def _stream(args: Sequence[Any], output: Any) -> list[Tensor]:

@@ -33,7 +33,7 @@ from roll.configs.engines.sglang import CARD, SglangConfig, interpreter_problem,
 from roll.configs.problems import ConfigErrors
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
-from roll.data.identity import spans_along, vocabulary_ids
+from roll.data.identity import items_along, spans_along, vocabulary_ids
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
@@ -214,6 +214,16 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             self.forward_logprobs(row)
         finally:
             told, _, _ = self._shown("layers", row.num_tokens)
+        return told
+
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        if row.items_I is None or not (along := items_along(row.tokens_T, row.items_I[0])):
+            return {}
+        self._engine.submit("show", "look", None).result()
+        try:
+            self.forward_logprobs(row)
+        finally:
+            told, _, _ = self._shown("pictures", [item.hash for _, item in along])
         return told
 
     def _sketches(self, what: str, given: Any) -> tuple[dict[str, Sketch], bool]:
