@@ -84,13 +84,18 @@ the language model in it. What stands behind the layer of a tower whose output i
 - **Trainers** (`fsdp2_train`, `deepspeed_train` with ZeRO 0 to 3, `megatron_train`): padded and packed rows and shared
   prompts. A picture that is in a micro-batch several times, as in all answers of a group, goes through the tower once.
   Every micro-batch goes through the tower, one without pictures with the smallest blank, which changes nothing, so that
-  ranks do not wait for each other. The experts of Qwen3-VL-MoE may be replayed. Not with `tensor_parallel_size`,
-  `ulysses_size` or `context_parallel_size` above 1.
-- **`megatron_train`**, with the first three families: the tower is of Transformers' own modules, whole on each rank of
-  the first pipeline stage; the language model is in Megatron's. Compared with two tensor-parallel ranks (also
-  sequence-parallel; Qwen3.5 has one) and two pipeline stages, with Qwen2.5-VL virtual ones too. Qwen3-VL adds features
+  ranks do not wait for each other (compared with two ranks of `fsdp2_train` and of ZeRO 3 for every family). The
+  experts of Qwen3-VL-MoE may be replayed.
+- **`tensor_parallel_size`** and **`ulysses_size`** of `fsdp2_train`: ranks share the layers or the rows of the language
+  model, and each goes through the whole tower, whose gradients are equal on all, or add up. Tensor parallelism is
+  compared for every family, Ulysses for those without states and whose tokens see none behind them: Qwen3.5 and Gemma 3
+  are refused. `deepspeed_train` refuses `ulysses_size` above 1.
+- **`megatron_train`**, with Qwen's families, LLaVA and Mistral: the tower is of Transformers' own modules, whole on
+  each rank of the first pipeline stage; the language model is in Megatron's. Compared with two tensor-parallel ranks
+  (also sequence-parallel; Qwen3.5 has one) and two pipeline stages, with Qwen2.5-VL virtual ones too; Qwen3-VL-MoE,
+  LLaVA and Mistral with two tensor-parallel and two expert-parallel ranks. Qwen3-VL, with experts too, adds features
   behind its first layers, which must be in the first part of the pipeline. On a GPU the layers are Megatron-Core's own
-  modules, too, not TransformerEngine's.
+  modules, too, not TransformerEngine's. Not with `context_parallel_size` above 1.
 - **`hf_infer`**: pictures in continuous batching; equal prompts with equal pictures are computed once; requests in
   flight are computed again with their pictures where `kv_after_update` says so.
 - **What is compared in a run**: two rows of the first micro-batch of each layout, one of them with pictures, with the
@@ -98,10 +103,15 @@ the language model in it. What stands behind the layer of a tower whose output i
   makes of pictures and positions). Pixels that are not those which the row's ids were made of, pictures in each
   other's place, another grid and shifted positions end the run before its first result.
 - A token that stands for pictures in the vocabulary, but was sampled by the policy, is a word like any other.
-- **`vllm`**, generating and as a reference, with the first three families: it gets the same numbers as a trainer's
-  tower, and not the picture, so that its own resizing is passed by. Features of pictures, like keys and values, are
-  never used after an update. It needs torchvision, of which there is no build beside the CPU build of PyTorch that this
-  project is tested with: the comparison runs with its Python part alone (`tests/support/torchvision_alone`).
+- **`vllm`**, generating and as a reference, with all families but Gemma 3, also with an adapter (`lora_target`): it
+  gets the same numbers as a trainer's tower, and not the picture, so that its own resizing is passed by. Features of
+  pictures, like keys and values, are never used after an update. It needs torchvision, of which there is no build
+  beside the CPU build of PyTorch that this project is tested with: the comparison runs with its Python part alone
+  (`tests/support/torchvision_alone`). The tokens of one of Gemma's pictures see each other both ways, which vLLM 0.32
+  leaves out on a CPU without saying so; its kernels for GPUs have it, and have not been compared. Its projector of
+  Mistral Small 3.1 has a norm with 1e-5, and a model with another `rms_norm_eps` is refused.
+- **Folders of Qwen3-VL-MoE** are saved with the inputs of experts before their outputs, as they were published, which
+  vLLM expects. Transformers reads both, and would write the other.
 - **`sglang`**, generating and as a reference, with the first two families: it gets the numbers, places and positions
   that a trainer computes; its own processing is passed by. What it has computed of a beginning is known by the hash of
   each picture; requests in flight are computed again with an update, their features too. It was compared on a CPU

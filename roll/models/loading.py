@@ -20,7 +20,7 @@ from roll.models.pictures import FAMILIES
 from roll.models.stored import LowPrecision, scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import describe_error, replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -556,6 +556,11 @@ def checkpoint_shapes(model: PreTrainedModel, parameters: Mapping[str, Tensor]) 
 
 def to_hf_weights(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """One parameter as the checkpoint format names and shapes it (fused experts become one tensor per expert)."""
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.core_model_loading import Transpose, revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, {name: tensor}))
+    # Qwen3-VL-MoE's experts are read either way round, where that can be seen, and written as the model has them: other
+    # programs than Transformers read them as they were published alone.
+    square = tensor.shape[-2:-1] == tensor.shape[-1:]
+    turned = property(lambda one: Transpose(one.dim1, one.dim0, one.check_dims and square))
+    with replaced(Transpose, reverse_op=turned):
+        return dict(revert_weight_conversion(model, {name: tensor}))

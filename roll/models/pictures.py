@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roll.data.batch import Batch
 from roll.data.columns import BoolArray, IntArray, Item
@@ -62,6 +62,22 @@ class PictureInput:
     """bool: cells that get features."""
     positions_4RC: Tensor | None
     """int64; ``None``: as without pictures."""
+    taken_F: Tensor | None = None
+    """bool: of the features of all places, those that ``cells_RC`` get; ``None``: all."""
+
+    def of_columns(self, start: int, width: int) -> PictureInput:
+        """What a rank takes that has so many columns, padding among them: the tower gets all pictures."""
+        cells_RC, positions = self.cells_RC, self.positions_4RC
+        missing = (0, max(0, start + width - cells_RC.shape[1]))
+        columns = slice(start, start + width)
+        here_C = torch.zeros(cells_RC.shape[1], dtype=torch.bool)
+        here_C[columns] = True
+        return replace(
+            self,
+            cells_RC=nn.functional.pad(cells_RC, missing)[:, columns],
+            positions_4RC=None if positions is None else nn.functional.pad(positions, missing)[..., columns],
+            taken_F=here_C.expand_as(cells_RC)[cells_RC],
+        )
 
 
 class Tower:
@@ -141,7 +157,7 @@ class Tower:
         start, cells = 0, cell_T.tolist()
         for (ids, _), along in zip(rows, found, strict=True):
             for place, size, item in along:
-                self._check_size(item, int(self._shows(ids[place : place + size]).sum()))
+                self._check_size(item, int(self.shows(ids[place : place + size]).sum()))
                 places[cells[start + place]] = item
             start += len(ids)
         shown = [places[cell] for cell in sorted(places)]
@@ -151,7 +167,7 @@ class Tower:
         values = [self._values([item]) for item in items] if self._apart else [self._values(items)]
         ids_T = np.concatenate([ids for ids, _ in rows]) if rows else np.zeros(0, dtype=np.int64)
         cells_N = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
-        cells_N[cell_T[torch.from_numpy(self._shows(ids_T))]] = True
+        cells_N[cell_T[torch.from_numpy(self.shows(ids_T))]] = True
         positions = None
         if places and self.has_positions:
             grids = torch.cat([each["image_grid_thw"] for each in values])
@@ -179,18 +195,23 @@ class Tower:
             for each in pictures.values
         ]
         output = outputs[0]
+        taken_F = None if pictures.taken_F is None else pictures.taken_F.to(device)
         features = _in_places([x for each in outputs for x in each.pooler_output], pictures)
-        if (made := sum(map(len, features))) != (cells := int(pictures.cells_RC.sum())):
+        cells = int(pictures.cells_RC.sum()) if taken_F is None else len(taken_F)
+        if (made := sum(map(len, features))) != cells:
             raise ValueError(
                 f"the tower makes {made} features of pictures that have {cells} tokens: the entries of the picture "
                 "processor and config.json do not fit; expected those that were published together"
             )
+        if self.observer is not None:
+            self.observer(pictures.values, features)
+        if taken_F is not None:
+            features = [torch.cat(features)[taken_F]]
         output.pooler_output = torch.cat(features) if isinstance(output.pooler_output, Tensor) else features
         if "deepstack_features" in output:
             layers = zip(*(each.deepstack_features for each in outputs), strict=True)
-            output.deepstack_features = [_in_places([x for part in layer for x in part], pictures) for layer in layers]
-        if self.observer is not None:
-            self.observer(pictures.values, features)
+            raised = [_in_places([x for part in layer for x in part], pictures) for layer in layers]
+            output.deepstack_features = raised if taken_F is None else [[torch.cat(each)[taken_F]] for each in raised]
         self._cells_RC = pictures.cells_RC.to(device)
         positions = pictures.positions_4RC
         arguments = {} if positions is None else {"position_ids": positions.to(device)}
@@ -219,7 +240,7 @@ class Tower:
             along = items_along(row.tokens_T, [Item(item.data) for item in items])  # hashed again
         except ValueError as error:
             raise ValueError(f"pixels have changed since a row's ids were made of them: {error}") from error
-        cells_RC = torch.from_numpy(self._shows(row.tokens_T.numpy()))[None]
+        cells_RC = torch.from_numpy(self.shows(row.tokens_T.numpy()))[None]
         kinds = dict.fromkeys(self._kinds, cells_RC.int())
         if not along:
             self._cells_RC = cells_RC.to(self._trunk.device)
@@ -231,7 +252,7 @@ class Tower:
                 raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
         return values | kinds
 
-    def _shows(self, ids: IntArray) -> BoolArray:
+    def shows(self, ids: IntArray) -> BoolArray:
         """The ids in whose places the model puts a picture's features."""
         shown: BoolArray = (ids < 0) & (vocabulary_ids(ids) == self._token)
         return shown
@@ -265,7 +286,7 @@ class Tower:
             if not along:
                 parts.append(torch.arange(len(ids)).expand(3, -1))
                 continue
-            shows = self._shows(ids)
+            shows = self.shows(ids)
             head = shows[: int(np.flatnonzero(shows)[-1]) + 1]
             head_3L = self._begin(head.tobytes(), tuple(tuple(grid_of(item).tolist()) for *_, item in along))
             rest = torch.arange(len(ids) - len(head)) + int(head_3L.max()) + 1

@@ -8,7 +8,9 @@ this rank's heads and units. Embeddings and the output layer stay whole. Split p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.engines.fsdp2 import LAYERS_OF
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +43,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
     key = f"strategy_config.tensor_parallel_size: {size}"
     outside = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     vocabulary = {name for name, module in model.named_modules() if id(module) in outside}
-    plan = {name: style for name, style in model.tp_plan.items() if name not in vocabulary}
+    plan = {name: style for name, style in _plan(model).items() if name not in vocabulary}
     if not plan:
         raise ValueError(f"{key}; {type(model).__name__} has no tensor-parallel plan, expected 1")
     if (expected := uneven_heads(model.config, size)) is not None:
@@ -57,6 +59,18 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
     return {
         name for name, _ in model.named_parameters() if any(_matches(name.split(".")[:-1], each) for each in patterns)
     }
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """Styles by patterns of modules' names."""
+    if (other := LAYERS_OF.get(model.config.get_text_config().model_type)) is None:
+        return dict(model.tp_plan)
+    from transformers import CONFIG_MAPPING
+
+    trunk: Any = model.base_model
+    layers = getattr(trunk, "language_model", trunk)
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    return {f"{prefix}.{name}": style for name, style in CONFIG_MAPPING[other]().base_model_tp_plan.items()}
 
 
 def check_even(model: PreTrainedModel, size: int, key: str) -> None:

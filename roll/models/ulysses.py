@@ -128,6 +128,8 @@ def score_shared_input(
     positions_RC = inputs.position_ids_RC
     rows = _shared_rows(inputs, group).to(device)
     experts_NE = None if inputs.experts_NE is None else inputs.experts_NE.unflatten(0, (-1, columns))
+    tower = getattr(scorer, "module", scorer).tower
+    pictures = None if tower is None else tower.of_batch(inputs)
     outputs = scorer(
         _slice(inputs.input_ids_RC, width, group).to(device),
         _slice(torch.arange(columns)[None] if positions_RC is None else positions_RC, width, group).to(device),
@@ -136,6 +138,7 @@ def score_shared_input(
         None if given is None else given.take(inputs.token_K[own_K], device),
         rows,
         None if experts_NE is None else _slice(experts_NE, width, group, UNKNOWN).flatten(0, 1).to(device),
+        None if pictures is None else pictures.of_columns(group.rank * width, width),
     )
     experts_NE = outputs.pop("experts_TE", None)
     token_K = inputs.token_K[order_K].to(device)

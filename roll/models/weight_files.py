@@ -278,6 +278,9 @@ class FolderFit:
         if None in groups:
             return self.files.stored(groups[None][0])
         shape = tuple(self._own[own].shape)
+        if _turns(self._converter(next(iter(groups)))):
+            ((name,),) = groups.values()
+            return StoredTensor(shape, [(math.prod(shape), partial(self._turned, own, name, shape))])
         if not _by_rows(self._converter(next(iter(groups)))):
             return StoredTensor(shape, [(math.prod(shape), partial(self._convert, own, groups, shape))])
         row = (1, *shape[1:])
@@ -305,10 +308,12 @@ class FolderFit:
             for name in names:
                 converter.add_tensor(key, name, pattern, partial(self.files.read, name))
         made = converter.convert(self._meant[name][0][0], model=self.model, config=self.model.config)[key]
-        tensor: Tensor = made[0] if isinstance(made, list) else made
-        if tensor.shape != shape:
-            raise ValueError(f"{key}: got shape {tuple(tensor.shape)}, expected {shape}")
-        return tensor
+        return _of_shape(key, made[0] if isinstance(made, list) else made, shape)
+
+    def _turned(self, key: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A view of the file, of which a rank reads its experts alone."""
+        tensor = self.files.read(name)
+        return _of_shape(key, tensor if tensor.shape == shape else tensor.mT, shape)
 
     def problems(self) -> Iterator[str]:
         """Reasons for which no engine may read the folder."""
@@ -449,6 +454,18 @@ class FolderFit:
         if count is not None and beyond and min(beyond) >= count:
             return f"config.json says num_hidden_layers: {count}, the file has {max(beyond) + 1} layers"
         return "expected the config.json that belongs to the file"
+
+
+def _of_shape(key: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tensor.shape != shape:
+        raise ValueError(f"{key}: got shape {tuple(tensor.shape)}, expected {shape}")
+    return tensor
+
+
+def _turns(converter: Any) -> bool:
+    """Tells whether a conversion changes at most the order of a tensor's last two dimensions."""
+    first, *rest = converter.operations
+    return not rest and type(first).__name__ == "Transpose" and first.check_dims and (first.dim0, first.dim1) == (1, 2)
 
 
 def _by_rows(converter: Any) -> bool:

@@ -550,10 +550,9 @@ def pictures_refused(config: PipelineConfig) -> str:
             families = ", ".join(FAMILIES)
             return f"{key} is of the family {entries.get('model_type')}, expected one that was compared: {families}"
         for role, worker in config.roles.items():
-            known = worker.strategy_args.card and worker.strategy_args.card.pictured
-            if known and entries.get("model_type") not in known:
-                name = f"{role}'s {worker.strategy_args.strategy_name}"
-                return f"{name} was not compared on {entries.get('model_type')}, but on {', '.join(known)}"
+            card = worker.strategy_args.card
+            if card is not None and (why := card.blind_to(entries["model_type"], worker)):
+                return f"{role}'s {worker.strategy_args.strategy_name} {why}"
     return ""
 
 

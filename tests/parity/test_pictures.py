@@ -6,6 +6,7 @@ CI runs a row of each family and each kind; ``-m "slow or not slow"`` runs all.
 import asyncio
 import json
 import re
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from roll.configs.engine_rules import no_pictures
+from roll.configs.engines.fsdp2 import SHARED_ROWS
 from roll.configs.engines.megatron import CARD as MEGATRON
 from roll.configs.engines.sglang import CARD as SGLANG
 from roll.configs.engines.vllm import CARD
@@ -29,6 +31,7 @@ from roll.distributed.strategy.generation.engine_process import EngineStoppedErr
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import load_causal_lm
+from roll.models.lora import PREFIX, matrix_shapes
 from roll.models.pictures import FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
 from tests.support.contract import OPTIONS, buckets_of, burst, context_of, weights_of
@@ -36,6 +39,7 @@ from tests.support.harness import (
     ALL_ADAPTED,
     MEASURES,
     TEMPERATURE,
+    Figures,
     Layout,
     as_row,
     make_context,
@@ -87,6 +91,8 @@ ROWS = [
     for variant in VARIANTS
     if (variant != "routed" or family.endswith("moe")) and (trainer != "megatron_train" or family in MEGATRON.pictured)
 ]
+SEEDS = {"glm4v": 3}
+"""Of models that rounding changes less than others of their family."""
 CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
 CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen3_vl_moe", "fsdp2_train", "routed")}
 CHOICE |= {
@@ -107,7 +113,7 @@ def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
 
 def make_model(path: Path, family: str, **changed: Any) -> Path:
     """What it says depends on all that it sees; no two parameters are equal, biases and norms included."""
-    make_picture_model(path, family, **changed)
+    make_picture_model(path, family, **{"seed": SEEDS.get(family, 0)} | changed)
     config = json.loads((path / "config.json").read_text())
     config["text_config"]["rms_norm_eps"] = 1e-3  # states begin near zero, where smaller ones would show rounding alone
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -174,6 +180,57 @@ def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
 
 
 @pytest.mark.slow  # two processes
+@pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train"])
+def test_a_rank_without_a_picture_meets_one_with_pictures(tmp_path, trainer):
+    """Of every family: one row at a time, and some of text beside some with pictures."""
+    batch = make_pictured(0)
+    assert batch.items_I is not None
+    dealt = [[bool(batch.items_I[row]) for row in part.tolist()] for part in batch.split(2)]
+    assert any(one != other for one, other in zip(*dealt, strict=False))
+    third = {"strategy_config": {"zero_optimization": {"stage": 3}}} if trainer == "deepspeed_train" else {}
+    alone: dict[str, Any] = {"world_size": 2, "saved": False, "training_args": {"per_device_train_batch_size": 1}}
+    layouts = [
+        row(family, trainer, "whole", name=family, **alone, **third) for family in FAMILIES if family != "qwen3_vl"
+    ]
+    of_ranks(layouts, tmp_path)
+
+
+@pytest.mark.slow  # two processes
+def test_ranks_split_layers_below_pictures(tmp_path):
+    """The tower is whole on each, and its gradients are equal."""
+    two: dict[str, Any] = {"world_size": 2, "saved": False, "strategy_config": {"tensor_parallel_size": 2}}
+    for layout, figures in of_ranks(
+        [row(family, "fsdp2_train", "cut", name=family, **two) for family in FAMILIES], tmp_path
+    ):
+        row_of = {"family": f"{layout.model} pictures", "engine": layout.strategy, "variant": "tensor parallel"}
+        record("family", row_of | as_row(figures))
+
+
+@pytest.mark.slow  # two processes
+def test_ranks_share_rows_with_pictures(tmp_path):
+    """The tower is whole on each; gradients of the features in its own columns add up. Pictures are cut, too."""
+    two: dict[str, Any] = {"world_size": 2, "saved": False}
+    shared: dict[str, Any] = {"model_args": {"ulysses_size": 2}}
+    recomputed = {"model_args": {"ulysses_size": 2, "disable_gradient_checkpointing": False}}
+    layouts = [row(family, "fsdp2_train", "packed", name=family, **two, **shared) for family in SHARED_ROWS]
+    layouts += [
+        row("qwen3_vl", "fsdp2_train", "shared", name="shared", **two, **shared),
+        row("qwen3_vl", "fsdp2_train", "cut", name="recomputed", **two, **recomputed),
+    ]
+    of_ranks(layouts, tmp_path)
+
+
+def of_ranks(layouts: list[Layout], folder: Path) -> list[tuple[Layout, Figures]]:
+    """Measures and checks layouts of several processes."""
+    for family in {layout.model for layout in layouts}:
+        make_model(folder / family, family)
+    measured = measure(layouts, folder)
+    for layout in layouts:
+        check(layout, measured[layout.id])
+    return [(layout, measured[layout.id]) for layout in layouts]
+
+
+@pytest.mark.slow  # two processes
 def test_ranks_of_megatron_compute_with_one_tower(tmp_path):
     """Its gradients are summed over copies of the model alone; it may be frozen where all else is computed again."""
     two: dict[str, Any] = {"world_size": 2, "saved": False}
@@ -204,6 +261,19 @@ def test_ranks_of_megatron_compute_with_one_tower(tmp_path):
         check(layout, measured[layout.id])
 
 
+@pytest.mark.slow  # two processes
+def test_ranks_of_megatron_share_layers_and_experts_below_pictures(tmp_path):
+    two: dict[str, Any] = {"world_size": 2, "saved": False}
+    sharing = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layouts = [
+        row(family, "megatron_train", "shared", name=family, **two, strategy_config=sharing)
+        for family in ("qwen3_vl_moe", "llava", "mistral3")
+    ]
+    experts = {"strategy_config": {"expert_model_parallel_size": 2}}
+    layouts.append(row("qwen3_vl_moe", "megatron_train", "cut", name="experts", **two, **experts))
+    of_ranks(layouts, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "engine"),
     [
@@ -228,6 +298,7 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, 
     sent = exported(trainer)
     saved, before = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
     assert sent.keys() == saved.keys() == before.keys() and all(torch.equal(sent[n], saved[n]) for n in sent)
+    assert all(sent[name].shape == before[name].shape for name in sent)
     moved = [name for name in sent if not torch.equal(sent[name], before[name])]
     assert any(re.search("patch_(embed|conv)", name) for name in moved) and any(
         PROJECTOR.search(name) for name in moved
@@ -283,7 +354,23 @@ def test_engines_refuse_families_that_they_were_not_compared_on(tmp_path, family
     )
     assert reason.startswith(f"actor_{role}'s {engine} was not compared on {family}, but on qwen2_5_vl, ")
     row_of = {"family": f"{family} pictures", "engine": engine, "variant": variant}
-    record("family", row_of | {"refused": "has not been compared with plain Transformers on pictures"})
+    if engine != "vllm":
+        record("family", row_of | {"refused": "has not been compared with plain Transformers on pictures"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="it is vLLM that says so")
+def test_vllms_attention_on_a_cpu_does_not_see_both_ways():
+    """It is not asked there: it would compute as if a picture's tokens did not see those behind them."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    options: dict[str, Any] = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 32}
+    asked = ("use_mla", "has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales")
+    options |= dict.fromkeys(asked, False) | {"device_capability": None, "attn_type": "decoder"}
+    (reason,) = CPUAttentionBackend.validate_configuration(**options | {"use_mm_prefix": True})
+    assert not CPUAttentionBackend.validate_configuration(**options)
+    row_of = {"family": "gemma3 pictures", "engine": "vllm", "variant": "greedy"}
+    record("family", row_of | {"refused": f"on a CPU: {reason}"})
 
 
 def make_prompts(family: str) -> Batch:
@@ -363,6 +450,67 @@ def test_sequences_with_pictures_are_the_same_alone_and_after_they_are_computed_
     assert [s.tokens for s in again] == [s.tokens for s in together]
 
 
+def make_model_for_vllm(path: Path, family: str, **changed: Any) -> Path:
+    """``make_model``; Mistral's with the only number that vLLM has for a norm of the projector, and a file that vLLM
+    takes for a model in Mistral's own format, which published folders have beside."""
+    file = make_model(path, family, **changed) / "config.json"
+    if family == "mistral3":
+        config = json.loads(file.read_text())
+        config["text_config"]["rms_norm_eps"] = 1e-5
+        file.write_text(json.dumps(config))
+        shutil.copy(path / "model.safetensors", path / "consolidated.safetensors")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers need it: tests/support/torchvision_alone")
+@pytest.mark.parametrize(
+    ("family", "entry", "value"), [("mistral3", "rms_norm_eps", 1e-3), ("glm4v", "attention_bias", None)]
+)
+def test_vllm_refuses_models_that_it_would_compute_otherwise(tmp_path, family, entry, value):
+    file = make_picture_model(tmp_path, family) / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] |= {entry: value}
+    file.write_text(json.dumps(config))
+    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path), pictures=True))
+    with pytest.raises(ValueError, match=f"got text_config.{entry} {value}, expected"):
+        engine.setup()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers need it: tests/support/torchvision_alone")
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
+def test_vllm_sees_with_an_adapter_as_the_merged_model(tmp_path, family):
+    """An adapter is in the language model alone; each replaces the one before, and no cache of that is used."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    folder = make_model_for_vllm(tmp_path / family, family)
+    options: dict[str, Any] = {"pictures": True, "sequence_length": 512, "lora": ALL_ADAPTED}
+    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(folder), **options))
+    engine.setup()
+    try:
+        for version in range(3):
+            model: Any = load_causal_lm(str(folder), pictures=True)
+            if version:
+                shapes, generator = matrix_shapes(model, ALL_ADAPTED), torch.Generator().manual_seed(version)
+                tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+                assert all("language_model" in name for name in tensors)
+                asyncio.run(engine.update_adapter(buckets_of(tensors), version))
+                layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
+                adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=layers))
+                assert not set_peft_model_state_dict(adapted, tensors).unexpected_keys
+                model = adapted.merge_and_unload()
+            expected = sequences_of(12, family)
+            finish(batching_of(folder, model), expected)
+            requests = [replace(s.request, params=replace(s.request.params, ignore_eos=True)) for s in expected]
+            completions = asyncio.run(burst(engine, requests))
+            assert [c.token_ids.tolist() for c in completions] == [s.tokens for s in expected]
+            said, wanted = (np.concatenate([each.logprobs for each in rows]) for rows in (completions, expected))
+            np.testing.assert_allclose(said, wanted, atol=1e-4)
+    finally:
+        engine.shutdown()
+
+
 VLLM_REFUSES = {"qwen3_5": "CPU GDN attention requires BF16"}
 """On a CPU, in float32."""
 SGLANG_SIZES = {"tower": {"intermediate_size": 64}}
@@ -376,8 +524,8 @@ def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
     """Before and after an update that changes the tower alone: neither features nor keys of the old one are found."""
     needs_engine(engine)
     sizes: dict[str, Any] = SGLANG_SIZES if engine == "sglang" else {}
-    if not (folder := models / f"{family}{' wider' * bool(sizes)}").exists():
-        make_model(folder, family, **sizes)
+    if not (folder := models / f"{family} {engine}").exists():
+        (make_model_for_vllm if engine == "vllm" else make_model)(folder, family, **sizes)
     worst, batch, row_of = (
         0.0,
         make_pictured(0, family),
@@ -401,7 +549,7 @@ def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
             unlike = float((plain_logprobs(model, batch, 1.0) - scored_T).abs().max())
             worst = max(worst, float(np.abs(said - wanted).max()), unlike)
             for name, parameter in model.named_parameters():
-                if "visual" in name:
+                if "visual" in name or "vision_tower" in name:
                     parameter.data += 0.05 * torch.randn_like(parameter)
             asyncio.run(engine.update_weights(buckets_of(weights_of(model)), version + 1))
         with pytest.raises(ValueError, match="content of none of the row's 0 items"):

@@ -93,6 +93,8 @@ class Family:
     """What the chat template writes."""
     names: dict[str, str] = field(default_factory=dict)
     """Special tokens that the tokenizer knows by name."""
+    others: tuple[str, ...] = ()
+    """Further special tokens, which vLLM looks up."""
 
 
 PATCHES = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}, **PROCESSOR}
@@ -121,13 +123,14 @@ FAMILIES: dict[str, Family] = {
         mark="<image>",
     ),
     "glm4v": Family(
-        TEXT,
+        TEXT | {"attention_bias": True},  # it has biases whatever this says, which only vLLM reads
         VISION | {"image_size": 56, "attention_bias": False},
-        {"mrope_section": [8, 4, 4]},
+        {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5},
         image_processor="Glm4vImageProcessor",
         options={"size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 28 * 28 * 64}, **PROCESSOR},
         image="<|image|>",
         mark="<|vision_start|><|image|><|vision_end|>",
+        others=("<|begin_of_video|>", "<|video|>", "<|end_of_video|>"),
     ),
     "gemma3": Family(
         TEXT | WINDOWS,
@@ -167,7 +170,7 @@ def make_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text, special=True) for text in (*SPECIALS, known.image, VIDEO)])
+    core.add_special_tokens([AddedToken(text, special=True) for text in (*SPECIALS, known.image, VIDEO, *known.others)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|im_end|>", extra_special_tokens=known.names
     )
@@ -244,6 +247,10 @@ def make_picture_model(path: Path, family: str = "qwen3_vl", *, seed: int = 0, *
         file = path / "model.safetensors"
         old = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): x for name, x in load_file(file).items()}
         save_file(old, file, metadata={"format": "pt"})
+    if family == "qwen3_vl_moe":  # likewise, with inputs of experts before their outputs
+        file = path / "model.safetensors"
+        turned = {name: x.mT.contiguous() if ".experts." in name else x for name, x in load_file(file).items()}
+        save_file(turned, file, metadata={"format": "pt"})
     return path
 
 

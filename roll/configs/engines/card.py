@@ -215,6 +215,11 @@ class EngineCard:
         """Why a role's model is not given pictures, in words that follow the strategy's name; empty: it is."""
         return "has not been compared with plain Transformers on pictures"
 
+    def blind_to(self, family: str, worker: Any) -> str:
+        """The same of one family, by its ``model_type``, of those that ``roll.models.pictures`` has."""
+        known = self.pictured
+        return "" if known is None or family in known else f"was not compared on {family}, but on {', '.join(known)}"
+
     def untested(self, options: Any) -> Iterator[tuple[str, str]]:
         """Options in use, relative to ``strategy_config``, that no test shows to be right, and what is known of each.
 

@@ -74,6 +74,8 @@ class Fsdp2Config(EngineOptions):
 
 
 _STRATEGIES = "roll.distributed.strategy.fsdp2.strategy"
+SHARED_ROWS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "glm4v", "mistral3")
+"""Families of which ranks share rows with pictures; in the others a token sees more than those before it, or states."""
 
 
 class Fsdp2Card(EngineCard):
@@ -94,10 +96,13 @@ class Fsdp2Card(EngineCard):
     fit = "roll.configs.engines.fsdp2:check_model"
 
     def no_pictures(self, worker: WorkerConfig) -> str:
-        options = worker.strategy_args.typed()
-        assert isinstance(options, Fsdp2Config)
-        shared = {"tensor_parallel_size": options.tensor_parallel_size, "ulysses_size": worker.model_args.ulysses_size}
-        return next((f"takes no pictures with {key} {size}" for key, size in shared.items() if size > 1), "")
+        return ""
+
+    def blind_to(self, family: str, worker: WorkerConfig) -> str:
+        size = worker.model_args.ulysses_size
+        if size == 1 or family in SHARED_ROWS:
+            return ""
+        return f"was not compared on {family} with ulysses_size {size}, but on {', '.join(SHARED_ROWS)}"
 
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         options, base = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_config"
@@ -122,6 +127,8 @@ class Fsdp2Card(EngineCard):
 CARD = Fsdp2Card()
 
 
+LAYERS_OF = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+"""Values of ``model_type`` whose layers are split by the plan of another: their own leaves out norms, or all."""
 SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 """Sizes of a model that its tensor-parallel size must divide."""
 
@@ -134,7 +141,7 @@ def check_model(role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config
     common = math.gcd(*(size for name in SPLIT if isinstance(size := getattr(sizes, name, None), int)))
     if tensor == 1:
         return
-    if not getattr(sizes, "base_model_tp_plan", None):
+    if not getattr(sizes, "base_model_tp_plan", None) and sizes.model_type not in LAYERS_OF:
         yield ConfigProblem(key, tensor, f"1: {type(sizes).__name__} has no tensor-parallel plan")
     elif common % tensor and sizes.num_attention_heads % worker.devices_per_copy == 0:
         near = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - tensor))

@@ -143,7 +143,7 @@ class VllmCard(EngineCard):
     elsewhere = OWNED_OPTIONS | OTHER_NAMES
     own_attention = True
     scores_prompts = True
-    pictured = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+    pictured = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "glm4v", "mistral3")
     size_key = "tensor_parallel_size"
 
     def no_pictures(self, worker: WorkerConfig) -> str:

@@ -218,7 +218,7 @@ class WeightUpdate:
         targets = dict(self._model.named_parameters())
         for name, source in self._sources.items():
             target = targets[name]
-            if list(source) == [name]:
+            if list(source) == [name] and self.parts[name][name] == target.shape:
                 target.data = tensors[source[name]].to(target.device, target.dtype)
                 continue
             # Converting the element numbers shows where every element of every part belongs.

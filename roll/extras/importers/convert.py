@@ -422,8 +422,7 @@ def _check_engines_see(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if card is None:
             continue
         why, generator = card.no_pictures(worker), "vllm"
-        if not why and card.pictured and family and family not in card.pictured:
-            why = f"was compared on pictures with {', '.join(card.pictured)}, not with {family}"
+        if not why and family and (why := card.blind_to(family, worker)):
             generator = "vllm" if family in (VLLM.pictured or ()) else "hf_infer"
         if why:
             other = generator if role == "actor_infer" else "fsdp2_train" if role in TRAINED else "fsdp2_infer"

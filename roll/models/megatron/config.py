@@ -45,6 +45,8 @@ class MegatronModelConfig:
     """Of the rotated dimensions of queries and keys (YaRN, Peng et al. 2023)."""
     trunk: str = "model."
     """Before the names of the language model's parts in the Hugging Face model, which may have a tower beside it."""
+    part: bool = False
+    """Of a configuration that has other parts than a language model."""
 
     @property
     def model_class(self) -> str:
@@ -55,7 +57,8 @@ class MegatronModelConfig:
     def own_modules(self) -> bool:
         """The model is built of Megatron's own modules, not TransformerEngine's, and every layer has a row's whole
         sequences: it has something that has been compared in no other way."""
-        return self.family.own_modules or "window_size" in self.transformer or self.rotary_factor != 1.0
+        own = self.family.own_modules or self.part
+        return own or "window_size" in self.transformer or self.rotary_factor != 1.0
 
     def traits(self, layer: int) -> set[str]:
         """What ``Entry.when`` may name of a layer, by its number in the whole model."""
@@ -94,7 +97,7 @@ def megatron_config(hf_config: PreTrainedConfig, hf_model: PreTrainedModel | Non
         ValueError: a model class that the converter does not know (with the nearest that it does), or something in the
             configuration that Megatron-Core does not compute; names all of them.
     """
-    family, hf_config = _known_family(hf_config), hf_config.get_text_config()
+    family, whole, hf_config = _known_family(hf_config), hf_config, hf_config.get_text_config()
     problems = [*_attention_problems(hf_config), *_rope_problems(hf_config), *family.problems(hf_config)]
     if hf_config.hidden_act not in ("silu", "swish"):
         problems.append(f"hidden_act: got {hf_config.hidden_act!r}, expected silu")
@@ -113,7 +116,8 @@ def megatron_config(hf_config: PreTrainedConfig, hf_model: PreTrainedModel | Non
     if hf_model is not None:
         model["share_embeddings_and_output_weights"] = bool(getattr(hf_model.config, "tie_word_embeddings", False))
         trunk = f"model.{LANGUAGE}." if hasattr(hf_model.base_model, LANGUAGE) else trunk
-    return MegatronModelConfig(family, transformer, model, layers, kinds, frequencies, factor, trunk)
+    part = whole is not hf_config
+    return MegatronModelConfig(family, transformer, model, layers, kinds, frequencies, factor, trunk, part)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:

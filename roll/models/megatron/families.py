@@ -483,6 +483,14 @@ FAMILIES: dict[str, Family] = {
         has_experts=_qwen_has_experts,
         problems=_qwen_moe_problems,
     ),
+    "qwen3_vl_moe_text": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        (*_STANDARD, *_router()),
+        lambda config: {**_qwen3(config), **_qwen_experts(config)},
+        has_experts=_qwen_has_experts,
+        problems=_qwen_moe_problems,
+        own_modules=True,
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         (
@@ -565,7 +573,7 @@ FAMILIES: dict[str, Family] = {
 }
 """By ``model_type``."""
 
-WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "mistral3")
 """Values of ``model_type`` of models that have one of these beside a tower for pictures."""
 
 REFUSED = {

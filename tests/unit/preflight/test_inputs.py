@@ -96,7 +96,10 @@ def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load,
     ("override", "reason"),
     [
         ("seed=7", "1 pictures, but the model has no processor for them"),
-        ("actor_train.model_args.ulysses_size=2", "1 pictures, but actor_train's fsdp2_train"),
+        (
+            "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {context_parallel_size: 2}}",
+            "1 pictures, but actor_train's megatron_train takes no pictures with context_parallel_size 2",
+        ),
         ("agent={command: [x]}", "1 pictures, but agent is set"),
     ],
 )
@@ -116,6 +119,9 @@ def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, t
     config.write_text(config.read_text().replace('"qwen3_vl"', '"qwen2_vl"'))
     _, (problem,) = check_data(load(f"pretrain={tmp_path}/model"))
     assert "train.jsonl:1: 1 pictures, but pretrain is of the family qwen2_vl" in problem.hint
+    gemma = make_processor(tmp_path / "gemma", "gemma3")
+    _, (problem,) = check_data(load(f"pretrain={gemma}", "actor_train.model_args.ulysses_size=2"))
+    assert "actor_train's fsdp2_train was not compared on gemma3 with ulysses_size 2, but on" in problem.hint
 
 
 def test_conversations_are_read_too(tmp_path, capsys):

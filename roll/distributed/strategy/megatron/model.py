@@ -29,7 +29,7 @@ from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.megatron.substitutes import PlannedRow, layer_specs
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX, MODEL_PREFIX
 from roll.distributed.strategy.training.exchange import raise_on_all_ranks
-from roll.models.freezing import FREEZE, RATES, freeze, frozen_parameters, own_rates
+from roll.models.freezing import FREEZE, RATES, freeze, freeze_unseen, frozen_parameters, own_rates
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import Head, fit_folder, load_config, make_skeleton
 from roll.models.lora import is_adapter
@@ -272,6 +272,8 @@ def build_model(
         if first and len(tower):  # text gives it no gradient, but weight decay would change it
             device = next(chunk.parameters()).device
             chunk.tower = tower.to(device).requires_grad_(trained and context.lora is None and context.pictures)
+            assert hf_model is not None
+            freeze_unseen(hf_model)
         if hasattr(chunk, "value_head"):
             chunk.value_head.requires_grad_(trained)  # beside an adapter too
         chunks.append(chunk)

@@ -95,11 +95,13 @@ class Sight:
 
     def _of_unmodified(self, row: Batch, shape: Sequence[int]) -> PictureInput:
         values = self.tower.of_unmodified(row)
-        kinds_1L = values.pop("mm_token_type_ids")
+        kinds_1L = values.pop("mm_token_type_ids", None)
         cells_1C = torch.zeros(shape, dtype=torch.bool)
-        cells_1C[0, : row.num_tokens] = row.tokens_T < 0
+        cells_1C[0, : row.num_tokens] = torch.from_numpy(self.tower.shows(row.tokens_T.numpy()))
         if not bool(cells_1C.any()):
             return PictureInput([values], (), cells_1C, None)
+        if not self.tower.has_positions:
+            return PictureInput([values], range(len(values["pixel_values"])), cells_1C, None)
         grids = values["image_grid_thw"]
         ids_1L = vocabulary_ids(row.tokens_T)[None]
         positions_31L = self._trunk.get_rope_index(ids_1L, kinds_1L, image_grid_thw=grids)[0]

@@ -107,7 +107,11 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         trust_remote_code=args.trust_remote_code,
         pictures=context.pictures,
     )
-    tower = tower_of(model, context.model_path) if context.pictures else None
+    tower = None
+    if context.pictures:
+        tower, chosen = tower_of(model, context.model_path), context.worker.strategy_args
+        if chosen.card is not None and (why := chosen.card.blind_to(model.config.model_type, context.worker)):
+            raise ValueError(f"{context.role}: {chosen.strategy_name} {why}")
     check_rope(model.config, context.sequence_length)
     if context.worker.use_sequence_packing:
         check_packing(model, context.role)

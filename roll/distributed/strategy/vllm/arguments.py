@@ -61,7 +61,8 @@ def engine_arguments(
         "distributed_executor_backend": "uni" if devices == 1 else "mp",
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-        "load_format": config.load_format,
+        "load_format": "hf" if config.load_format == "auto" else config.load_format,
+        "config_format": "hf",  # Mistral's folders have both, of which vLLM would take theirs
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "quantization": config.quantization,
@@ -77,6 +78,8 @@ def engine_arguments(
     if context.pictures:
         # Its own cache would answer for pictures that it has processed; these come from elsewhere.
         arguments |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_cache_gb": 0}
+    if "mistral" in outline.text_config.model_type:
+        arguments["tokenizer_mode"] = "hf"
     if context.lora is not None:
         room = next((size for size in LORA_RANKS if size >= context.lora.rank), None)
         if room is None:

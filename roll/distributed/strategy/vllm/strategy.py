@@ -118,6 +118,9 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+EXPECTED: dict[str, dict[str, object]] = {"mistral3": {"rms_norm_eps": 1e-5}, "glm4v": {"attention_bias": True}}
+"""Entries of configurations for text: vLLM has the one number for a norm of the projector, and no biases without the
+other, which the model has whatever is said there."""
 STAGED_BUCKETS = 2  # copies kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
 MEMORY = {States.WEIGHTS: "weights", States.CACHE: "kv_cache"}  # vLLM's names
@@ -164,6 +167,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
                 f"{context.role}: vllm needs torchvision for models that take pictures", name="torchvision"
             )
         tower = self._outline.tower(context, self.name, CARD.pictured)
+        if tower is not None:
+            self._check_entries()
         self._prompts = Prompts(None if tower is None else tower.pictures, self._outline.dtype)
         plain = self._outline.is_whole and self._config.quantization is None
         self.drops_weights = context.updated_after_offload and self.can_offload and plain
@@ -173,6 +178,13 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         except BaseException:
             self._loop.close()
             raise
+
+    def _check_entries(self) -> None:
+        kind, text = self._outline.config.model_type, self._outline.text_config
+        for entry, value in EXPECTED.get(kind, {}).items():
+            if (own := getattr(text, entry, None)) != value:
+                words = f"got text_config.{entry} {own}, expected {value}, with which vllm computes as the model does"
+                raise ValueError(f"{self.context.role}: {self.context.model_path}: {words}")
 
     def stop(self, why: str) -> None:
         if not hasattr(self, "_engine"):
@@ -470,26 +482,31 @@ class Prompts:
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
         along = spans_along(ids, items) if len(items) else []
-        words = vocabulary_ids(ids).tolist()
+        words = vocabulary_ids(ids)
         if not along:
-            return tokens_input(words, cache_salt=weights)
-        places = [PlaceholderRange(offset=place, length=size) for place, size, _ in along]
+            return tokens_input(words.tolist(), cache_salt=weights)
+        assert self._pictures is not None, "requests of other runs have no pictures"
+        shows = torch.from_numpy(words == self._pictures.token)  # others are between rows, and at the ends
+        places = [
+            PlaceholderRange(offset=place, length=size, is_embed=shows[place : place + size])
+            for place, size, _ in along
+        ]
         shown = [item for *_, item in along]
         arguments = MultiModalKwargsItems({"image": [self._of_item(item) for item in shown]})
         hashes = {"image": [f"{weights} {item.hash}" for item in shown]}
-        return mm_input(words, arguments, hashes, {"image": places}, cache_salt=weights)
+        return mm_input(words.tolist(), arguments, hashes, {"image": places}, cache_salt=weights)
 
     def _arguments(self, item: Item) -> Any:
         """What the tower takes of one picture."""
         from transformers import BatchFeature
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-        assert self._pictures is not None, "requests of other runs have no pictures"
+        assert self._pictures is not None
         values = {name: torch.from_numpy(found) for name, found in self._pictures.inputs([item]).items()}
         values["pixel_values"] = values["pixel_values"].to(self._dtype)
-        patches = values["image_grid_thw"].prod(-1)
-        fields = {
-            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", patches),
-            "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-        }
+        values.pop("image_sizes", None)  # that of the only picture, which has no margin
+        fields = dict.fromkeys(values, MultiModalFieldConfig.batched("image", keep_on_cpu=True))
+        fields["pixel_values"] = MultiModalFieldConfig.batched("image")
+        if (grids := values.get("image_grid_thw")) is not None:
+            fields["pixel_values"] = MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1))
         return MultiModalKwargsItems.from_hf_inputs(BatchFeature(values), fields)["image"][0]

@@ -496,11 +496,15 @@ def test_an_engine_that_takes_no_pictures_is_named():
     assert "such as fsdp2_train (megatron_train takes no pictures with context" in refused["actor_train"].expected
     assert imported("verl", word, lost=set()).exit_code == 0
     for model, chosen, words in (
-        ("zai-org/GLM-4.1V-9B-Thinking", [], "such as hf_infer (vllm was compared on pictures with qwen2_5_vl"),
+        (
+            "google/gemma-3-4b-it",
+            ["data.train_files=/data/geo3k/train.parquet"],
+            "such as hf_infer (vllm was not compared on gemma3, but on qwen2_5_vl",
+        ),
         (
             "Qwen/Qwen3.5-9B",
             (sglang, "data.image_key=shown"),
-            "such as vllm (sglang was compared on pictures with qwen2_5_vl, qwen3_vl, not",
+            "such as vllm (sglang was not compared on qwen3_5, but on qwen2_5_vl, qwen3_vl)",
         ),
     ):
         found = imported("verl", f"actor_rollout_ref.model.path={model}", *chosen)
