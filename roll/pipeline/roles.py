@@ -24,7 +24,8 @@ from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster, lost_nodes
 from roll.distributed.cluster.errors import NodeLostError, WorkerDiedError
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.weights.sync import WeightSync
+from roll.distributed.weights.sync import WeightSync, useless_deltas
+from roll.models.loading import load_config, resolve_dtype
 from roll.models.lora import LoraSpec
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.model_cluster import BaseModelReference, ModelCluster, OffloadManager, Scorer
@@ -110,6 +111,12 @@ class Replicas:
             trains_between=trains_between,
             deltas=self._config.weight_update_deltas,
         )
+        if self._config.weight_update_deltas:
+            args = self._config.actor_train.model_args
+            sizes = load_config(self._context.model_path, trust_remote_code=args.trust_remote_code)
+            plan, dtype = self._actor.placement.plan, resolve_dtype(args.dtype, sizes)
+            if reason := useless_deltas(plan, self._actor.slots, self.cluster.slots, dtype):
+                logger.warning("weight_update_deltas: true saves nothing for %s: %s", self.cluster.name, reason)
 
     def take_update_metrics(self) -> dict[str, float]:
         """See ``WeightSync.take_metrics``."""

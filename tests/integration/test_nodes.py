@@ -97,6 +97,9 @@ def test_a_run_outlives_a_node_that_generates_and_ends_with_one_that_trains(lost
     assert "actor_train rank 1 died" in run.output and f"on node {trains} is gone" in run.output.replace("\n", " ")
     assert run.checkpoint(1).exists()
     assert run.metrics[1]["weight_update/sent_share"] == 1, "the first update"
+    assert "weight_update_deltas: true saves nothing for actor_infer: weights are sent in float32" in " ".join(
+        run.output.split()
+    )
     assert run.summary["steps"] == 1
 
 

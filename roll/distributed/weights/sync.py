@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.distributed.weights.contents import Payload, WeightTransferError
+from roll.distributed.cluster.resources import PlacementPlan, WorkerSlot
+from roll.distributed.weights.contents import Payload, WeightTransferError, dtype_name
 from roll.distributed.weights.sender import Link, Receiver, Route, TransferRequest, TransferResult, plan_routes
 
 logger = logging.getLogger(__name__)
+
+
+def useless_deltas(
+    plan: PlacementPlan, trainers: Sequence[WorkerSlot], receivers: Sequence[WorkerSlot], dtype: torch.dtype
+) -> str:
+    """Says why updates by deltas save nothing; empty where they may.
+
+    Args:
+        dtype: number format in which the weights are sent.
+    """
+    links = (link for each in plan_routes(plan, trainers, receivers, deltas=True).values() for link in each.values())
+    if not any(link.route is Route.COLLECTIVE for link in links):
+        nodes = ", ".join(sorted({plan.nodes[slot.node].node_id for slot in receivers}))
+        return f"all generating workers are on nodes with a trainer ({nodes}), and get whole updates there"
+    if dtype.itemsize > 2:
+        return f"weights are sent in {dtype_name(dtype)}, in which an update changes nearly every element"
+    return ""
+
 
 _SHARE_OF_TIMEOUT = 0.9  # of the driver's own patience, so that the worker that hangs is named and not the sender
 

@@ -53,7 +53,7 @@ from roll.distributed.weights.segments import (
     share_on_gpu,
 )
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult, plan_link, plan_routes
-from roll.distributed.weights.sync import WeightSync
+from roll.distributed.weights.sync import WeightSync, useless_deltas
 
 SIZES = (0, 16, 4080, 4096, 4112, 3 * 4096, 10_000 * 16)
 
@@ -293,6 +293,11 @@ def test_the_nearest_trainer_serves_a_generator(kind, num_nodes, trainer, genera
 def test_with_deltas_what_is_on_no_gpu_of_a_trainer_gets_its_weights_through_host_memory():
     nodes = [NodeInfo(str(i), "gpu", 2, 2.0) for i in range(2)]
     plan = plan_placement([RoleRequest("actor_train", (0,)), RoleRequest("actor_infer", (0, 1, 2))], nodes)
+    roles = plan.workers("actor_train"), plan.workers("actor_infer")
+    assert useless_deltas(plan, *roles, torch.bfloat16) == ""
+    assert "are sent in float32" in useless_deltas(plan, *roles, torch.float32)
+    near = [slot for slot in roles[1] if slot.node in {trainer.node for trainer in roles[0]}]
+    assert "on nodes with a trainer" in useless_deltas(plan, roles[0], near, torch.bfloat16)
     routes = plan_routes(plan, plan.workers("actor_train"), plan.workers("actor_infer"), deltas=True)
     ways = (Route.CUDA_IPC, 0), (Route.SHARED_MEMORY, None), (Route.COLLECTIVE, None)
     assert routes == {0: {rank: Link(*way) for rank, way in enumerate(ways)}}
