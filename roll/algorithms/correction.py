@@ -5,13 +5,14 @@ Axes: B rows, T tokens, M sampled tokens, in batch order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from roll.algorithms.kl import EXPONENT_BOUND, k3
-from roll.algorithms.reductions import sums
+from roll.algorithms.reductions import mean, sums
 from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import (
     AggregationLevel,
@@ -20,10 +21,13 @@ from roll.configs.algorithm import (
     TrainInferFilterConfig,
 )
 from roll.data.batch import Batch
+from roll.data.stored import Stored
 
 MISMATCH_MAX = "mismatch/logprob_diff_max"
 MISMATCH = ("mismatch/logprob_diff_mean", MISMATCH_MAX, "mismatch/k3")
 """Metrics of ``mismatch_metrics``."""
+_WITH_WEIGHTS = 8
+"""Figures of ``compared`` with weights."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,17 @@ def passes_filter(trained_M: Tensor, generated_M: Tensor, levels: Levels, config
     return keep_M
 
 
+def passes_filters(batch: Batch, filters: Sequence[TrainInferFilterConfig], user: str) -> Tensor:
+    """bool [M]: the sampled tokens that all of the filters pass.
+
+    Raises:
+        ValueError: as ``engine_logprobs``.
+    """
+    engines = engine_logprobs(batch, user)
+    levels = Levels.of(batch, batch.loss_mask_T.nonzero().squeeze(1))
+    return torch.stack([passes_filter(*engines, levels, each) for each in filters]).all(0)
+
+
 def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
     """float64 [M] each: log-probabilities of the sampled tokens under the training and the generating engine.
 
@@ -131,20 +146,71 @@ def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
     return trained_T[batch.loss_mask_T].double(), generated_T[batch.loss_mask_T].double()
 
 
-def mismatch_of_rows(batch: Batch) -> Tensor | None:
-    """``mismatch_BK``, computed where it is not set; ``None`` where one of the two columns is absent.
+def compared(batch: Batch, is_weight: IsWeightConfig | None = None) -> Batch:
+    """The batch with ``mismatch_BVK`` and, where weights are on, ``importance_T``; as it is without both log-probs.
 
-    Sums of rows, so that it does not matter which rank has which row. NaN where a log-prob is not finite.
+    Sums of rows, and no row's weight depends on another's: it does not matter which rank has which row. V counts the
+    runs of a row's sampled tokens that one version has sampled, in their order. What K counts, of each run: the version
+    (0 without ``rollout_versions_T``), the tokens, the sum and the maximum of |log p training - log p sampling|, the
+    sum of the estimated KL; with weights also their sum, how many are ``upper_bound`` after cutting, and how many were
+    more before. Rows of fewer runs than others have runs of 0 tokens behind. NaN where a log-prob is not finite.
     """
-    if batch.mismatch_BK is not None:
-        return batch.mismatch_BK
     if batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
-        return None
-    mask_T, count = batch.loss_mask_T, batch.num_sequences
+        return batch
+    mask_T, versions_T = batch.loss_mask_T, batch.rollout_versions_T
     row_M = batch.rows_T[mask_T]
+    version_M = torch.zeros_like(row_M) if versions_T is None else versions_T[mask_T]
+    starts_M = torch.ones(len(row_M), dtype=torch.bool)
+    starts_M[1:] = (row_M[1:] != row_M[:-1]) | (version_M[1:] != version_M[:-1])
+    run_M = torch.cumsum(starts_M, 0) - 1
+    row_N = row_M[starts_M]  # N: runs
+    count = len(row_N)
+    place_N = torch.arange(count) - torch.searchsorted(row_N, row_N)
     d_M = batch.rollout_logprobs_T[mask_T].double() - batch.old_logprobs_T[mask_T].double()
-    most_B = torch.zeros(count, dtype=torch.float64).scatter_reduce(0, row_M, d_M.abs(), "amax")
-    return torch.stack([sums(d_M.abs(), row_M, count), most_B, sums(k3(d_M), row_M, count)], 1)
+    most_N = torch.zeros(count, dtype=torch.float64).scatter_reduce(0, run_M, d_M.abs(), "amax")
+    figures = [version_M[starts_M].double(), _counts(run_M, count), sums(d_M.abs(), run_M, count), most_N]
+    figures.append(sums(k3(d_M), run_M, count))
+    importance_T = None
+    if is_weight is not None and is_weight.enabled:
+        bound = torch.inf if is_weight.upper_bound is None else is_weight.upper_bound
+        levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
+        ratio_M = importance_ratio(-d_M, levels, is_weight.weight_type)
+        cut_M = ratio_M.clamp(max=bound)
+        importance_T = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        importance_T[mask_T] = cut_M.float()
+        figures += [sums(cut_M, run_M, count), _counts(run_M[cut_M == bound], count)]
+        figures.append(_counts(run_M[ratio_M > bound], count))
+    most = int(place_N.max()) + 1 if count else 1
+    found_BVK = torch.zeros(batch.num_sequences, most, len(figures), dtype=torch.float64)
+    found_BVK[row_N, place_N] = torch.stack(figures, 1)
+    return batch.replace(mismatch_BVK=found_BVK, importance_T=importance_T)
+
+
+def _counts(index_M: Tensor, size: int) -> Tensor:
+    return torch.bincount(index_M, minlength=size).double()
+
+
+def mismatch_of_rows(batch: Batch) -> Tensor | None:
+    """``mismatch_BVK``, computed where it is not set; ``None`` where one of the two columns is absent."""
+    return compared(batch).mismatch_BVK if batch.mismatch_BVK is None else batch.mismatch_BVK
+
+
+def weights_of_ranks(batch: Batch, config: IsWeightConfig) -> dict[str, float]:
+    """Figures of ``importance_T``, if those are the weights of the sampled tokens; else nothing, and they are computed.
+
+    They are not where rows were not scored, a token was masked since, or all are to be divided by their mean.
+
+    Returns:
+        ``mean`` of the sampled tokens, and ``capped``, the share of those with the weight ``upper_bound``.
+    """
+    found_BVK = batch.mismatch_BVK
+    if found_BVK is None or vars(batch)["importance_T"] is None or config.batch_normalize:
+        return {}
+    totals_K = found_BVK.sum(1)[batch.rows_with_loss].sum(0)
+    num_tokens = int(batch.loss_mask_T.sum())
+    if int(totals_K[1]) != num_tokens or batch.on_policy_B is not None or not num_tokens:
+        return {}
+    return {"mean": float(totals_K[5] / num_tokens), "capped": float(totals_K[6] / num_tokens)}
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
@@ -156,19 +222,20 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
         the engines agree; empty when either column is absent or nothing was sampled.
     """
     require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
-    found_BK = mismatch_of_rows(batch)
+    found_BVK = mismatch_of_rows(batch)
     num_tokens = int(batch.loss_mask_T.sum())
-    if found_BK is None or not num_tokens:
+    if found_BVK is None or not num_tokens:
         return {}
-    total, largest, kl = found_BK[:, 0].sum(), found_BK[:, 1].max(), found_BK[:, 2].sum()
-    return dict(zip(MISMATCH, (float(total / num_tokens), float(largest), float(kl / num_tokens)), strict=True))
+    total_BV, most_BV, kl_BV = found_BVK[:, :, 2:5].unbind(2)
+    figures = float(total_BV.sum() / num_tokens), float(most_BV.max()), float(kl_BV.sum() / num_tokens)
+    return dict(zip(MISMATCH, figures, strict=True))
 
 
 def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConfig) -> dict[str, float]:
     """Measures how far the policy has moved from the versions that sampled the tokens, and the cost, by their age.
 
     Args:
-        batch: With ``rollout_versions_T``.
+        batch: With ``rollout_versions_T``, which ``mismatch_BVK`` was computed with if it is set.
         version: Of the weights that ``old_logprobs_T`` come from.
         config: Reads ``is_weight`` and ``filters``.
 
@@ -176,28 +243,33 @@ def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConf
         For every lag n (steps) of a sampled token: ``async/log_ratio_mean_<n>`` and ``async/log_ratio_max_<n>`` of
         |log p training - log p sampling|; ``async/truncated_<n>``, the share of the tokens whose importance weight was
         cut to ``upper_bound``; ``async/rejected_<n>``, the share that a filter turned down. The latter two where they
-        are switched on; nothing without ``old_logprobs_T``, or if nothing was sampled.
+        are switched on; nothing without ``old_logprobs_T``, or if nothing was sampled. All but ``rejected`` are sums of
+        ``compared``, and log-probs are not read for them.
     """
-    if batch.rollout_versions_T is None or batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
+    require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
+    if (versions_T := batch.rollout_versions_T) is None:
         return {}
-    trained_M, generated_M = engine_logprobs(batch, "mismatch_by_lag")
-    token_M = batch.loss_mask_T.nonzero().squeeze(1)
-    levels = Levels.of(batch, token_M)
-    shares: dict[str, Tensor] = {}
-    if config.is_weight.enabled and config.is_weight.upper_bound is not None:
-        ratio_M = importance_ratio(trained_M - generated_M, levels, config.is_weight.weight_type)
-        shares["truncated"] = ratio_M > config.is_weight.upper_bound
-    if filters := [each for each in config.filters if each.enabled]:
-        kept = [passes_filter(trained_M, generated_M, levels, each) for each in filters]
-        shares["rejected"] = ~torch.stack(kept).all(0)
-    distance_M = (trained_M - generated_M).abs()
-    lag_M = version - batch.rollout_versions_T[token_M]
+    is_weight, filters = config.is_weight, [each for each in config.filters if each.enabled]
+    if batch.mismatch_BVK is None or (is_weight.enabled and batch.mismatch_BVK.shape[2] < _WITH_WEIGHTS):
+        batch = compared(batch, is_weight)
+    if (found_BVK := batch.mismatch_BVK) is None:
+        return {}
+    runs_NK = found_BVK[found_BVK[:, :, 1] > 0]
+    lag_N, lag_M = version - runs_NK[:, 0].long(), torch.empty(0)
+    rejected_M = None
+    if filters:
+        lag_M = version - versions_T[batch.loss_mask_T]
+        rejected_M = ~passes_filters(batch, filters, "mismatch_by_lag")
     metrics: dict[str, float] = {}
-    for lag in lag_M.unique().tolist():
-        of_lag_M = lag_M == lag
-        metrics[f"async/log_ratio_mean_{lag}"] = float(distance_M[of_lag_M].mean())
-        metrics[f"async/log_ratio_max_{lag}"] = float(distance_M[of_lag_M].max())
-        metrics |= {f"async/{name}_{lag}": float(share_M[of_lag_M].double().mean()) for name, share_M in shares.items()}
+    for lag in lag_N.unique().tolist():
+        of_lag_NK = runs_NK[lag_N == lag]
+        totals = of_lag_NK.sum(0).tolist()
+        metrics[f"async/log_ratio_mean_{lag}"] = totals[2] / totals[1]
+        metrics[f"async/log_ratio_max_{lag}"] = float(of_lag_NK[:, 3].max())
+        if is_weight.enabled and is_weight.upper_bound is not None:
+            metrics[f"async/truncated_{lag}"] = totals[7] / totals[1]
+        if rejected_M is not None:
+            metrics[f"async/rejected_{lag}"] = mean(rejected_M[lag_M == lag])
     return metrics
 
 
@@ -206,7 +278,11 @@ def replay_metrics(batch: Batch) -> dict[str, float]:
 
     A sequence's last token is not counted: nothing is predicted from it.
     """
-    if batch.experts_TE is None:
+    experts = vars(batch)["experts_TE"]
+    if experts is None:
         return {}
+    if isinstance(experts, Stored) and experts.sums_B is not None:
+        entries = int((batch.lengths_B - 1).sum()) * experts.width[0]
+        return {"router_replay/share": float(experts.sums_B.sum()) / max(1, entries)}
     read_T = batch.positions_T < batch.lengths_B[batch.rows_T] - 1
-    return {"router_replay/share": float((batch.experts_TE[read_T] >= 0).float().mean())}
+    return {"router_replay/share": mean((experts[read_T] >= 0).flatten())}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
+from roll.algorithms.correction import batch_weights, passes_filters, weights_of_ranks
 from roll.algorithms.reductions import find_episodes, group_moments, mean
 from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import AlgorithmParts, SelectionConfig
@@ -83,10 +83,20 @@ def _token_weights(
     batch: Batch, parts: AlgorithmParts, variant: PolicyVariant, generator: torch.Generator
 ) -> tuple[Tensor | None, dict[str, float]]:
     """Product of all weights that are switched on, float32 [T] (``None`` if none is), and metrics."""
-    mask_T, metrics, config = batch.loss_mask_T, {}, parts.selection
+    mask_T, config = batch.loss_mask_T, parts.selection
+    metrics: dict[str, float] = {}
     factors: list[Tensor] = []  # float64 [M]
     is_weight = parts.correction.is_weight
+    weighs_rows = config.difficulty_loss_weight or config.length_loss_weight
     if is_weight.enabled and is_weight.detach:
+        alone = not (weighs_rows or parts.policy_loss.loss_name == "clip_cov")
+        if alone and (found := weights_of_ranks(batch, is_weight)):
+            metrics |= {
+                "mismatch/is_weight_mean": found["mean"],
+                "mismatch/is_weight_capped_frac": found["capped"],
+                "actor/weight_mean": found["mean"],
+            }
+            return vars(batch)["importance_T"], metrics
         cut_M, weight_M = batch_weights(batch, is_weight)
         capped_M = cut_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
         metrics["mismatch/is_weight_mean"] = mean(cut_M)
@@ -114,9 +124,7 @@ def _kept_tokens(batch: Batch, parts: AlgorithmParts) -> tuple[Tensor, dict[str,
     mask_T, metrics, config = batch.loss_mask_T, {}, parts.selection
     keep_T = torch.ones_like(mask_T)
     if filters := [f for f in parts.correction.filters if f.enabled]:
-        trained_M, generated_M = engine_logprobs(batch, "train_infer_correction.filters")
-        levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
-        keep_M = torch.stack([passes_filter(trained_M, generated_M, levels, f) for f in filters]).all(0)
+        keep_M = passes_filters(batch, filters, "train_infer_correction.filters")
         metrics["mismatch/rejected_frac"] = mean(~keep_M)
         keep_T[mask_T] = keep_M
     if config.mask_type == "loss":

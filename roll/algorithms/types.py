@@ -50,8 +50,10 @@ class TokenScores:
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
     experts_TE: Annotated[Tensor | None, Column(unset=UNKNOWN)] = None
     """int16 [T, E] the experts that each token itself went through, layer by layer; -1 where that is not known."""
-    mismatch_BK: Tensor | None = None
-    """float64 [B, 3] sums of the differences to the rollout's log-probs, see ``Batch``."""
+    importance_T: Tensor | None = None
+    """float32 importance weights to the rollout's log-probs, see ``Batch``."""
+    mismatch_BVK: Tensor | None = None
+    """float64 sums of the differences to the rollout's log-probs, see ``Batch``."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns of quantities (``roll.algorithms.quantities``) that have no field here, by name."""
 
@@ -86,10 +88,11 @@ class TokenScores:
         columns: dict[str, Any] = {}
         for name in parts[0].as_they_are:
             of_parts = [part.as_they_are[name] for part in parts]
-            if name == "mismatch_BK":
-                found_RK = torch.cat(of_parts)
-                zeros_BK = found_RK.new_zeros(len(lengths_B), found_RK.shape[1])
-                columns[name] = zeros_BK.index_copy(0, torch.cat([*rows]), found_RK)
+            if name == "mismatch_BVK":
+                most = max(part.shape[1] for part in of_parts)
+                found = columns[name] = of_parts[0].new_zeros(len(lengths_B), most, of_parts[0].shape[2])
+                for some, part in zip(rows, of_parts, strict=True):
+                    found[some, : part.shape[1]] = part
             else:
                 column = joined(of_parts, lengths_B, rows, own.get(name, Column()).unset)
                 columns[name] = column if name in own else column.value  # ``others`` are read without a field
@@ -97,7 +100,7 @@ class TokenScores:
 
     def stored(self, lengths_B: Tensor, put: Callable[[Arrays], Block]) -> TokenScores:
         """The same, its columns over tokens in a block; of rows of these lengths."""
-        columns: dict[str, Any] = {**store(self.columns, lengths_B, put), "mismatch_BK": self.mismatch_BK}
+        columns: dict[str, Any] = {**store(self.columns, lengths_B, put), "mismatch_BVK": self.mismatch_BVK}
         return TokenScores.of(**columns)
 
     @property

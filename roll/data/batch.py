@@ -84,9 +84,12 @@ class Batch:
     on_policy_B: Tensor | None = None
     """bool: the row is trained in the first optimizer step alone: its old policy is the one that trains, and its
     ``old_logprobs_T`` are 0, as nobody computed them."""
-    mismatch_BK: Tensor | None = None
-    """float64 [B, 3]: of the sampled tokens of each row, the sum and the maximum of the differences between
-    ``old_logprobs_T`` and ``rollout_logprobs_T``, and the sum of the estimated KL (``roll.algorithms.correction``)."""
+    importance_T: Tensor | None = None
+    """float32: the importance weight of each sampled token, cut, as the ranks that computed ``old_logprobs_T`` find it;
+    0 where the mask was 0."""
+    mismatch_BVK: Tensor | None = None
+    """float64 [B, V, 5], with ``importance_T`` [B, V, 8]: how ``old_logprobs_T`` and ``rollout_logprobs_T`` differ in
+    the sampled tokens of each row, for each version that sampled them (``roll.algorithms.correction``)."""
     ref_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the reference model."""
     teacher_logprobs_T: Tensor | None = None
@@ -189,8 +192,8 @@ class Batch:
         return Batch(**{**vars(self), **columns})
 
     def fetched(self) -> Batch:
-        """The batch with all columns and pictures in place."""
-        hold(item for row in self.items_I or () for item in row)
+        """The batch with all columns, pictures and kept sets in place."""
+        hold(item for rows in (self.items_I, self.kept_I) for row in rows or () for item in row)
         stored = {name: value for name, value in vars(self).items() if isinstance(value, Stored)}
         return self.replace(**dict(zip(stored, read([*stored.values()]), strict=True)))
 

@@ -7,19 +7,26 @@ and the sets as gaps between ascending ids. A set of n of V tokens takes at most
 size at most three.
 
 An empty set stands for the whole vocabulary. Axes: N tokens, V logits on this rank.
+
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item, UInt8Array
+from roll.data.stored import Piece
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from roll.data.batch import Batch
 
 _LONGEST = 5
 """Bytes of a number."""
@@ -48,6 +55,26 @@ def kept_sizes(item: Item) -> IntArray:
     return _numbers(item.data, 2 + count)[2:]
 
 
+class KeptFigures(NamedTuple):
+    """What is told of the sets of a completion without a look at them."""
+
+    ids: int
+    """Of all sets."""
+    sets: int
+    """Those that are not the whole vocabulary."""
+    tokens: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, item: Item) -> KeptFigures:
+        """Those that came with the item, if its data lie elsewhere."""
+        if isinstance(data := vars(item)["data"], Piece):
+            assert isinstance(data.figures, KeptFigures), "of kept sets"
+            return data.figures
+        sizes = kept_sizes(item)
+        return cls(int(sizes.sum()), int((sizes > 0).sum()), len(sizes), data.nbytes)
+
+
 @dataclass(frozen=True, eq=False)
 class KeptSets:
     """A set for each of N tokens."""
@@ -64,6 +91,8 @@ class KeptSets:
         Raises:
             ValueError: a sampled token is not in its own set, so these are others' sets.
         """
+        import torch
+
         if batch.kept_I is None:
             return None
         sizes_T = np.zeros(batch.num_tokens, dtype=np.int64)
@@ -85,6 +114,8 @@ class KeptSets:
 
     def __getitem__(self, index: Tensor | slice) -> KeptSets:
         """Those of some tokens."""
+        import torch
+
         starts_K, sizes_K = (self.sizes_N.cumsum(0) - self.sizes_N)[index], self.sizes_N[index]
         shift_K = starts_K - (sizes_K.cumsum(0) - sizes_K)
         shifts = shift_K.repeat_interleave(sizes_K)
@@ -97,6 +128,8 @@ class KeptSets:
 
     def mask(self, start: int, width: int) -> Tensor:
         """bool [N, V]: whether a token may be sampled, for the ``width`` ids from ``start`` on."""
+        import torch
+
         rows, columns = torch.arange(len(self.sizes_N), device=self.ids.device), self.ids.long() - start
         rows, here = rows.repeat_interleave(self.sizes_N), (columns >= 0) & (columns < width)
         mask_NV = (self.sizes_N == 0)[:, None].repeat(1, width)

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,6 +99,18 @@ class SharedPrompts:
             owners.append(index)
         first_row_G = torch.tensor(first_rows, dtype=torch.int64)
         return cls(torch.tensor(owners, dtype=torch.int64), first_row_G, torch.tensor(cuts)[first_row_G])
+
+    @classmethod
+    def expected(cls, batch: Batch) -> SharedPrompts:
+        """The same by what is known without the tokens, where that is enough.
+
+        Rows of a group that begin in the same state, and with a prompt of the same length, begin with the same prompt.
+        """
+        if batch.group_B is None or batch.state_B is None or batch.pair_B is not None:
+            return cls.find(batch)
+        keys_BK = np.stack([batch.group_B.numpy(), batch.state_B.numpy(), _cuts(batch).numpy()], 1)
+        keys_GK, first_row_G, prompt_B = np.unique(keys_BK, axis=0, return_index=True, return_inverse=True)
+        return cls(*map(torch.from_numpy, (prompt_B.reshape(-1), first_row_G, keys_GK[:, 2].copy())))
 
     def own_lengths(self, batch: Batch) -> Tensor:
         """[B]: tokens that the sequences do not share."""

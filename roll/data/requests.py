@@ -90,7 +90,7 @@ class GenerateRequest:
     """The pictures of the prompt, each once; ids below zero say where they are (``roll.data.identity``)."""
 
 
-@may_be_stored("token_ids", "logprobs")
+@may_be_stored("token_ids", "logprobs", "experts")
 @dataclass(frozen=True)
 class Completion:
     """What the engine sampled for one request."""

@@ -153,7 +153,8 @@ class Stored:
     width: tuple[int, ...]
     """Shape of an entry."""
     sums_B: npt.NDArray[np.float64] | None
-    """Of each row; ``None``: entries are no numbers with fractions, or more than one."""
+    """Of each row: of numbers with fractions the sum, of several integers how many are known (at least 0), but for the
+    last token's; ``None``: of others."""
     unset: int = 0
     """Entry of rows that lie nowhere."""
 
@@ -205,12 +206,15 @@ def store(columns: Mapping[str, Tensor], lengths_B: Tensor, put: Callable[[Array
     block = put({name: compact(values) for name, values in arrays.items()})
     places = Places((block,), np.zeros(len(lengths_B), dtype=np.int64), start_B, lengths_B.numpy())
     return {
-        name: Stored(name, places, values.dtype, values.shape[1:], _sums(values, start_B))
+        name: Stored(name, places, values.dtype, values.shape[1:], _sums(values, start_B, lengths_B.numpy()))
         for name, values in arrays.items()
     }
 
 
-def _sums(values: np.ndarray, start_B: IntArray) -> npt.NDArray[np.float64] | None:
+def _sums(values: np.ndarray, start_B: IntArray, lengths_B: IntArray) -> npt.NDArray[np.float64] | None:
+    if values.ndim == 2 and values.dtype.kind == "i":
+        values = (values >= 0).sum(1, dtype=np.float64)
+        values[start_B + lengths_B - 1] = 0
     if values.ndim > 1 or values.dtype.kind != "f":
         return None
     return np.add.reduceat(values, start_B, dtype=np.float64) if len(start_B) else np.zeros(0)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
+from roll.configs.algorithm import IsWeightConfig
 from roll.data.batch import Batch
 from roll.data.stored import joined, leave, store
 from roll.distributed.cluster.cluster import Cluster, RayBlock
@@ -179,6 +180,20 @@ class ModelCluster:
         self._ranks: list[RankInfo] = []
         self.reads = {"experts_TE", "rollout_logprobs_T"}
         """Columns over tokens, besides ids and loss mask, that its scores depend on, or are compared with."""
+        self._is_weight: IsWeightConfig | None = None
+
+    def compare(self, is_weight: IsWeightConfig, *, by_age: bool) -> None:
+        """Has the ranks compare their log-probs with those of the rollouts as far as the configuration wants it.
+
+        Args:
+            is_weight: the weights that they compute, if they are on.
+            by_age: apart for each version that sampled tokens.
+        """
+        if by_age:
+            self.reads.add("rollout_versions_T")
+        if is_weight.enabled:
+            self._is_weight = is_weight
+            self.reads |= {"turn_T"} if is_weight.weight_type == "segment" else set()
 
     def load_states(self, what: States) -> None:
         """Takes states to the devices; see ``OffloadManager``."""
@@ -254,7 +269,9 @@ class ModelCluster:
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
         firsts = {rank.dp_rank: rank for rank in reversed(self._ranks)}
-        each = [(call, shares[rank.dp_rank], rank is firsts[rank.dp_rank], *args) for rank in self._ranks]
+        each = [
+            (call, shares[rank.dp_rank], rank is firsts[rank.dp_rank], self._is_weight, *args) for rank in self._ranks
+        ]
         refs = self.cluster.submit_each("score", each)
         return partial(self._gather_scores, batch, parts, refs)
 

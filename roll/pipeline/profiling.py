@@ -326,7 +326,7 @@ def _computed_share(metrics: Mapping[str, float]) -> float:
 
 def _repeated_prompts(batch: Batch) -> tuple[float, float]:
     """Tokens of prompts that another row begins with too, and the sum of the squares of their lengths."""
-    shared = SharedPrompts.find(batch)
+    shared = SharedPrompts.expected(batch)
     every, once = shared.lengths_G[shared.prompt_B].double(), shared.lengths_G.double()
     return float(every.sum() - once.sum()), float(every.square().sum() - once.square().sum())
 

@@ -233,6 +233,8 @@ class Roles:
         self.offload_manager = OffloadManager({**self.clusters, **{name: clusters[name] for name in self.scorers}})
         by_work = config.balance_ranks_by == "work"
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager, by_work)
+        if isinstance(config, RLConfig):
+            self.actor.compare(config.train_infer_correction.is_weight, by_age=config.overlaps)
         self.restarts = RestartBudget(config.worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
@@ -389,7 +391,7 @@ class Roles:
         Args:
             old_rows: those that the actor scores.
         """
-        if config.actor_train.router_replay.mode == "R3" and batch.experts_TE is None:
+        if config.actor_train.router_replay.mode == "R3" and vars(batch)["experts_TE"] is None:
             raise ValueError(
                 "actor_train.router_replay.mode: R3, but the rollouts contain no experts; expected disable or R2"
             )
@@ -527,7 +529,7 @@ def _with_scores(
         if name == "ref_logprobs_T":
             columns["ref_hidden_TH"] = found("hidden_TH")
         elif name == "old_logprobs_T":
-            columns |= {each: found(each) for each in ("kl_T", "prob_square_sum_T", "mismatch_BK")}
+            columns |= {each: found(each) for each in ("kl_T", "prob_square_sum_T", "mismatch_BVK", "importance_T")}
             if "experts_TE" in scores.as_they_are:
                 columns["experts_TE"] = found("experts_TE")
     return batch.replace(**columns)

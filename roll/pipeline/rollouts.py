@@ -607,8 +607,8 @@ def _telling_rows(batch: Batch) -> list[int]:
     zeros_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
     advantage_B = zeros_B.index_add(0, rows_T[mask_T], batch.advantages_T[mask_T].double()) / counts_B
     found = [int(advantage_B.argmax()), int(advantage_B.argmin())]
-    if (mismatch_BK := mismatch_of_rows(batch)) is not None:
-        moved_B = mismatch_BK[:, 0].nan_to_num(0.0) / counts_B
+    if (mismatch_BVK := mismatch_of_rows(batch)) is not None:
+        moved_B = mismatch_BVK[:, :, 2].sum(1).nan_to_num(0.0) / counts_B
         on_policy_B = torch.zeros_like(zeros_B).bool() if batch.on_policy_B is None else batch.on_policy_B
         found.append(int(moved_B.masked_fill(on_policy_B, -1.0).argmax()))
     found.append(int(advantage_B.abs().argmin()))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 
 from roll.data.batch import Batch
-from roll.data.kept_sets import kept_sizes
+from roll.data.kept_sets import KeptFigures
 from roll.data.requests import FinishReason
 from roll.rollout.admission import Admission
 from roll.rollout.tokenization_audit import COMPARED, REASONS, TOKENS, key_of
@@ -124,11 +123,11 @@ def kept_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     items = [item for turn in turns for item in turn.completion.kept]
     if not items:
         return {}
-    sizes = np.concatenate([*map(kept_sizes, items)])
+    ids, sets, tokens, num_bytes = map(sum, zip(*map(KeptFigures.of, items), strict=True))
     return {
-        "rollout/kept_tokens": float(sizes.sum() / max(1, (sizes > 0).sum())),
-        "rollout/kept_overflow": float((sizes == 0).mean()),
-        "rollout/kept_set_bytes": sum(item.data.nbytes for item in items) / len(sizes),
+        "rollout/kept_tokens": ids / max(1, sets),
+        "rollout/kept_overflow": 1 - sets / tokens,
+        "rollout/kept_set_bytes": num_bytes / tokens,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from roll.data.batch import Batch
 from roll.data.columns import (
+    UNKNOWN,
     Axis,
     Column,
     Item,
@@ -28,7 +29,7 @@ from roll.data.columns import (
 )
 from roll.data.requests import Completion, FinishReason
 from roll.data.stored import Piece, Places, Stored
-from roll.rollout.types import LOGPROBS, TOKENS, EpisodeEnd, RolloutGroup, Trajectory, Turn, figures_of
+from roll.rollout.types import EXPERTS, LOGPROBS, TOKENS, EpisodeEnd, RolloutGroup, Trajectory, Turn, figures_of
 from roll.utils.hashing import derive_seed
 
 
@@ -199,7 +200,22 @@ def _stored(columns: _Columns) -> dict[str, Any]:
     return {
         TOKENS: Stored(TOKENS, places, np.dtype(np.int64), (), None),
         LOGPROBS: Stored(LOGPROBS, places, np.dtype(np.float32), (), np.add.reduceat(sums, firsts)),
+        **_stored_experts(columns, places, firsts),
     }
+
+
+def _stored_experts(columns: _Columns, places: Places, firsts: np.ndarray) -> dict[str, Stored]:
+    """The same of the experts; nothing, if no turn tells any."""
+    told = [vars(turn.completion)["experts"] for turn in columns.sampled]
+    if not any(told):
+        return {}
+    routed = [None if piece is None else piece.figures for piece in told]
+    known = np.array([-1 if figures is None else figures.known for figures in routed])
+    width = next(figures.width for figures in routed if figures is not None)
+    known_B = np.maximum.reduceat(known, firsts)  # a later turn of a row knows more
+    places = replace(places, block_B=np.where(known_B < 0, -1, places.block_B))
+    column = Stored(EXPERTS, places, np.dtype(np.int16), (width,), known_B.clip(min=0).astype(np.float64), UNKNOWN)
+    return {EXPERTS: column}
 
 
 def _declared(columns: _Columns, mask_T: np.ndarray, leave: Collection[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from roll.data.identity import digest, identity
 from roll.data.requests import Completion
 from roll.data.stored import Block, Piece, hold, may_be_stored
 
-TOKENS, LOGPROBS = "tokens_T", "rollout_logprobs_T"
+TOKENS, LOGPROBS, EXPERTS, KEPT = "tokens_T", "rollout_logprobs_T", "experts_TE", "kept_I"
 """Columns of ``Batch`` that workers leave in blocks, beside texts."""
 
 VALID_UNKNOWN = "valid_unknown"
@@ -183,6 +183,15 @@ class Figures(NamedTuple):
         return cls(digest(identity(turn.prompt_ids), size=8), int(ids.max(initial=-1)), repeated(ids), total)
 
 
+class Routed(NamedTuple):
+    """What is told of a turn's column of experts without a look at it."""
+
+    known: int
+    """Entries of its row up to this turn that are known, but for the last token's."""
+    width: int
+    """Entries of a token."""
+
+
 def figures_of(turn: Turn) -> Figures:
     """Those that came with the turn, if its tokens lie elsewhere."""
     prompt = vars(turn)["prompt_ids"]
@@ -212,6 +221,8 @@ class Collected:
         groups = [*self.groups, *self.rejected]
         hold_episodes(episode for group in groups for episode in group.episodes)
         hold(item for group in groups for item in group.items)
+        turns = (turn for group in groups for episode in group.episodes for turn in episode.turns)
+        hold(item for turn in turns for item in turn.completion.kept)
         columns.save(folder, "rollouts", self)
 
     @classmethod

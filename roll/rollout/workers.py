@@ -2,9 +2,9 @@
 
 A worker runs many groups at once in one event loop; subclasses say what an episode is. A remote call costs each end
 some tenths of a millisecond, as much as many a group, so groups are started and fetched many at a time, as arrays.
-Tokens, their log-probs, texts and pictures stay in the object store until somebody reads them (``roll.data.stored``). A
-conversation is there once: the prompts of its earlier turns are its beginnings, and what a column says of each of its
-tokens is what its earliest turn says.
+Tokens, their log-probs, experts and kept sets, texts and pictures stay in the object store until somebody reads them
+(``roll.data.stored``). A conversation is there once: the prompts of its earlier turns are its beginnings, and what a
+turn says of the experts of a token is what its row knew first.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import ray
 
 from roll.data.columns import (
-    Axis,
     Compact,
+    ExpertArray,
     IntArray,
     Item,
     Records,
-    columns_along,
     columns_of,
     compact,
     continued,
     distinct,
-    expand,
     join,
+    unknown,
 )
 from roll.data.identity import identity
+from roll.data.kept_sets import KeptFigures
 from roll.data.requests import Completion, GenerateFn
 from roll.data.stored import TEXTS, Arrays, Block, Held, Piece, pack_texts
 from roll.distributed.cluster.cluster import Cluster, RayBlock, Worker
@@ -49,12 +49,19 @@ from roll.rollout.env_manager import EpisodeSpec
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.router import GenerationClient
-from roll.rollout.types import LOGPROBS, TOKENS, Figures, RolloutGroup, Trajectory, Turn, figures_of
+from roll.rollout.types import (
+    EXPERTS,
+    KEPT,
+    LOGPROBS,
+    TOKENS,
+    Figures,
+    RolloutGroup,
+    Routed,
+    Trajectory,
+    Turn,
+    figures_of,
+)
 from roll.utils.hashing import derive_seed
-
-Range: TypeAlias = tuple[int, int]
-
-_PER_TOKEN = columns_along(Completion, Axis.TOKEN)
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,12 @@ class FlatGroups:
     """Where the texts end in the block: of each turn the observation and the answer, then the last of each episode."""
     figures: list[Figures]
     """Of each turn."""
-    per_token: dict[str, tuple[np.ndarray | Compact, list[Range | None]]]
-    """Columns along tokens, by name, and which rows of them each turn adds to its row."""
+    routed: list[Routed | None]
+    """Of each turn; ``None``: it tells no experts."""
+    kept: list[tuple[tuple[str, KeptFigures], ...]]
+    """Of each turn the hashes and figures of its kept sets, which lie in the block end to end."""
     block: Block
-    """Of columns along prompts and answers, and texts."""
+    """Of columns along prompts and answers, kept sets, and texts."""
     pictures: Block
     """Of the pictures, by hash."""
 
@@ -96,7 +105,6 @@ class FlatGroups:
             layout.add(trajectory)
         turns = [turn for trajectory in episodes for turn in trajectory.turns]
         completions = [turn.completion for turn in turns]
-        declared = columns_of(Completion)
         logprobs = np.zeros(layout.length, dtype=np.float32)
         for completion, (_, middle, end) in zip(completions, layout.places, strict=True):
             if len(completion.logprobs) != end - middle:
@@ -104,8 +112,14 @@ class FlatGroups:
             logprobs[middle:end] = completion.logprobs
         of_turns = (text for turn in turns for text in (turn.observation, turn.text))
         texts, text_ends = pack_texts(chain(of_turns, (trajectory.final_observation for trajectory in episodes)))
-        tokens = join(layout.tokens, declared["token_ids"])
+        tokens = join(layout.tokens, columns_of(Completion)["token_ids"])
         pictures: dict[str, Item] = {}
+        block: dict[str, np.ndarray | Compact] = {TOKENS: compact(tokens), LOGPROBS: compact(logprobs), TEXTS: texts}
+        experts, routed = layout.experts(completions)
+        if experts is not None:
+            block[EXPERTS] = compact(experts)
+        if sets := [item.data for completion in completions for item in completion.kept]:
+            block[KEPT] = np.concatenate(sets)
         return cls(
             groups=Records.of(RolloutGroup, groups, leave=("trajectories", "baseline")),
             members=[(len(group.trajectories), group.baseline is not None) for group in groups],
@@ -113,16 +127,13 @@ class FlatGroups:
             num_turns=[len(trajectory.turns) for trajectory in episodes],
             turns=Records.of(Turn, turns, leave=("prompt_ids", "completion", "observation", "text", "items")),
             shown=[tuple(item.hash for item in distinct(turn.items, pictures)) for turn in turns],
-            completions=Records.of(Completion, completions, leave=("token_ids", "logprobs", *_PER_TOKEN)),
+            completions=Records.of(Completion, completions, leave=("token_ids", "logprobs", "experts", "kept")),
             places=layout.places,
             text_ends=text_ends,
             figures=[*map(figures_of, turns)],
-            per_token={
-                name: (compact(join(layout.per_token[name], declared[name])), layout.added[name])
-                for name in _PER_TOKEN
-                if layout.per_token[name]
-            },
-            block=Held({TOKENS: compact(tokens), LOGPROBS: compact(logprobs), TEXTS: texts}),
+            routed=routed,
+            kept=[tuple((item.hash, KeptFigures.of(item)) for item in completion.kept) for completion in completions],
+            block=Held(block),
             pictures=Held({content_hash: item.data for content_hash, item in pictures.items()}),
         )
 
@@ -139,7 +150,8 @@ class FlatGroups:
         completions = self.completions.read(
             token_ids=(Piece(self.block, TOKENS, middle, end) for _, middle, end in self.places),
             logprobs=(Piece(self.block, LOGPROBS, middle, end) for _, middle, end in self.places),
-            **self._token_columns(),
+            experts=self._experts(),
+            kept=self._kept(),
         )
         prompts = (
             Piece(self.block, TOKENS, start, middle, figures)
@@ -170,10 +182,20 @@ class FlatGroups:
         of_turns = 2 * len(self.places)
         return texts[:of_turns:2], texts[1:of_turns:2], texts[of_turns:]
 
-    def _token_columns(self) -> dict[str, list[np.ndarray | None]]:
-        """Of each turn the columns along prompt and answer that do not lie in the block."""
-        found: dict[str, list[np.ndarray | None]] = dict.fromkeys(_PER_TOKEN, [None] * len(self.places))
-        return found | {name: [*_grown(name, self.places, *self.per_token[name])] for name in self.per_token}
+    def _experts(self) -> Iterator[Piece | None]:
+        """Those of each turn: what its row knows of each of its tokens."""
+        for (start, _, end), routed in zip(self.places, self.routed, strict=True):
+            yield None if routed is None else Piece(self.block, EXPERTS, start, end, routed)
+
+    def _kept(self) -> Iterator[tuple[Item, ...]]:
+        """The kept sets of each turn."""
+        start = 0
+        for sets in self.kept:
+            items = []
+            for content_hash, figures in sets:
+                piece = Piece(self.block, KEPT, start, start := start + figures.num_bytes, figures)
+                items.append(Item.known(piece, content_hash))
+            yield tuple(items)
 
 
 class _Layout:
@@ -182,10 +204,7 @@ class _Layout:
     def __init__(self) -> None:
         self.tokens: list[IntArray] = []
         self.places: list[tuple[int, int, int]] = []
-        self.per_token: dict[str, list[np.ndarray]] = {name: [] for name in _PER_TOKEN}
-        self.added: dict[str, list[Range | None]] = {name: [] for name in _PER_TOKEN}
         self.length = 0
-        self._num_added = dict.fromkeys(_PER_TOKEN, 0)
 
     def add(self, trajectory: Trajectory) -> None:
         turns = trajectory.turns
@@ -194,52 +213,39 @@ class _Layout:
             order = sorted(order, key=lambda number: turns[number].row)
         base = len(self.places)
         self.places += [(0, 0, 0)] * len(turns)
-        for ranges in self.added.values():
-            ranges += [None] * len(turns)
-        start, known, told = self.length, b"", dict.fromkeys(_PER_TOKEN, False)
+        start, known = self.length, b""
         for number in order:
             prompt = np.asarray(turns[number].prompt_ids, dtype=np.int64)
-            completion = turns[number].completion
-            answer = np.asarray(completion.token_ids, dtype=np.int64)
+            answer = np.asarray(turns[number].completion.token_ids, dtype=np.int64)
             if not known or identity(prompt[: self.length - start]) != known:
-                start, told = self.length, dict.fromkeys(_PER_TOKEN, False)
-            for name in _PER_TOKEN:
-                values = getattr(completion, name)
-                # What a turn could not know of its last token, which nothing was predicted from, the next turn does.
-                after = self.length - start - 1 if told[name] else 0
-                self.added[name][base + number] = self._add(name, values, after)
-                told[name] = values is not None
+                start = self.length
             self.tokens += (prompt[self.length - start :], answer)
             middle = start + len(prompt)
             self.length = middle + len(answer)
             self.places[base + number] = (start, middle, self.length)
             known = identity(prompt) + identity(answer) if trajectory.history else b""
 
-    def _add(self, name: str, values: np.ndarray | None, after: int) -> Range | None:
-        if values is None:
-            return None
-        self.per_token[name].append(values[after:])
-        first = self._num_added[name]
-        self._num_added[name] += len(values) - after
-        return first, self._num_added[name]
-
-
-def _grown(
-    name: str, places: Sequence[tuple[int, int, int]], sent: np.ndarray | Compact, added: Sequence[Range | None]
-) -> Iterator[np.ndarray | None]:
-    """The column of each turn, for all tokens of its row so far."""
-    declared, values = columns_of(Completion)[name], expand(sent)
-    known: dict[int, np.ndarray] = {}
-    for (start, _, end), place in zip(places, added, strict=True):
-        if place is None:
-            yield None
-            continue
-        own = values[slice(*place)].astype(declared.dtype)
-        earlier = known.get(start)
-        if earlier is not None:
-            own = np.concatenate([earlier[: end - start - len(own)], own])
-        known[start] = continued(earlier, own, declared)
-        yield known[start]
+    def experts(self, completions: Sequence[Completion]) -> tuple[ExpertArray | None, list[Routed | None]]:
+        """The experts of all tokens, as their rows know them first; and what each turn tells, if it has any."""
+        found = [completion.experts for completion in completions]
+        widths = {own.shape[1] for own in found if own is not None}
+        if not widths:
+            return None, [None] * len(found)
+        (width,) = widths
+        declared = columns_of(Completion)["experts"]
+        values = unknown(self.length, (width,), declared)
+        for (start, _, end), own in zip(self.places, found, strict=True):
+            if own is not None:
+                if len(own) != end - start:
+                    raise ValueError(
+                        f"Completion.experts: got {len(own)} entries, expected {end - start}, a token each"
+                    )
+                values[start:end] = continued(values[start:end], own.astype(values.dtype, copy=False), declared)
+        known = np.append(0, (values != declared.unset).sum(1).cumsum())
+        return values, [
+            None if own is None else Routed(int(known[end - 1] - known[start]), width)
+            for (start, _, end), own in zip(self.places, found, strict=True)
+        ]
 
 
 _POLL_S = 1.0

@@ -82,6 +82,19 @@ def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch):
 
 @examples(60)
 @given(batches)
+def test_prompts_are_known_by_their_groups_and_states_without_the_tokens(batch):
+    found = SharedPrompts.find(batch)
+    state_B = found.prompt_B % 3
+    known = batch.replace(group_B=found.prompt_B, state_B=state_B, tokens_T=torch.zeros_like(batch.tokens_T))
+    by_state = SharedPrompts.expected(known)
+    assert by_state.num_tokens(known) == found.num_tokens(batch)
+    assert torch.equal(by_state.lengths_G[by_state.prompt_B], found.lengths_G[found.prompt_B])
+    assert torch.equal(by_state.prompt_B[by_state.first_row_G], torch.arange(len(by_state.lengths_G)))
+    assert torch.equal(SharedPrompts.expected(batch.replace(state_B=None)).prompt_B, found.prompt_B)
+
+
+@examples(60)
+@given(batches)
 def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch):
     shared = SharedPrompts.find(batch)
     tokens, masks = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))

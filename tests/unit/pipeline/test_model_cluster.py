@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.algorithms.correction import mismatch_metrics
+from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
+from roll.algorithms.selection import select_for_policy
 from roll.algorithms.types import LossFn, TokenScores
+from roll.configs.algorithm import AlgorithmConfig, IsWeightConfig, TrainInferCorrectionConfig
 from roll.configs.offline import SFTConfig
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
@@ -177,10 +179,40 @@ def test_the_mismatch_of_rows_and_its_metrics_do_not_depend_on_the_layout():
         model, _ = make_model(num_ranks)
         scored = model.store(batch)
         scores = model.logprobs(scored)
-        assert scores.mismatch_BK is not None
-        scored = scored.replace(old_logprobs_T=scores.as_they_are["logprobs_T"], mismatch_BK=scores.mismatch_BK)
+        assert scores.mismatch_BVK is not None
+        scored = scored.replace(old_logprobs_T=scores.as_they_are["logprobs_T"], mismatch_BVK=scores.mismatch_BVK)
         assert mismatch_metrics(pickle.loads(pickle.dumps(scored))) == expected
     assert expected["mismatch/logprob_diff_mean"] > 0.5
+
+
+@pytest.mark.parametrize("level", ["token", "segment", "geometric", "sequence"])
+def test_weights_and_the_distance_by_age_come_from_the_ranks_and_the_driver_reads_no_log_prob(level):
+    batch = make_batch([7, 100, 3, 1, 50, 9])
+    batch = batch.replace(
+        rollout_logprobs_T=-batch.tokens_T.float() + torch.sin(batch.tokens_T * 1.7),
+        rollout_versions_T=3 + (batch.positions_T >= 5).long() + (batch.positions_T >= 30).long(),
+        turn_T=batch.positions_T // 20,
+        advantages_T=torch.ones(batch.num_tokens),
+    )
+    is_weight = IsWeightConfig(enabled=True, weight_type=level)
+    parts = AlgorithmConfig(train_infer_correction=TrainInferCorrectionConfig(is_weight=is_weight)).parts
+    whole = batch.replace(old_logprobs_T=-batch.tokens_T.float())
+    expected, weighed = mismatch_by_lag(whole, 5, parts.correction), select_for_policy(whole, parts, 0)
+    assert len(expected) == 9 and 0 < weighed[1]["mismatch/is_weight_capped_frac"] < 1
+    for num_ranks in (1, 2, 4):
+        model, _ = make_model(num_ranks)
+        model.compare(is_weight, by_age=True)
+        stored = pickle.loads(pickle.dumps(model.store(batch)))
+        scores = model.logprobs(stored).as_they_are
+        names = ("mismatch_BVK", "importance_T")
+        scored = stored.replace(old_logprobs_T=scores["logprobs_T"], **{name: scores[name] for name in names})
+        found, metrics = select_for_policy(scored, parts, 0)
+        assert mismatch_by_lag(scored, 5, parts.correction) == pytest.approx(expected, rel=1e-12)
+        assert mismatch_metrics(scored) == pytest.approx(mismatch_metrics(whole), rel=1e-12)
+        assert metrics == pytest.approx(weighed[1], rel=1e-6)
+        for name in ("old_logprobs_T", "rollout_logprobs_T", "weights_T"):
+            assert "value" not in vars(vars(found)[name]), name
+        assert torch.equal(found.weights_T, weighed[0].weights_T)
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.algorithms.correction import replay_metrics
 from roll.data.batch import Batch
 from roll.data.columns import ExpertArray, Records
 from roll.data.kept_sets import KeptSets, kept_item
@@ -312,7 +313,7 @@ def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path):
         RolloutGroup(1, "A", (with_experts(0),)),
     ]
     sent = FlatGroups.of(groups)
-    assert len(sent.per_token["experts"][0]) == 3 * (4 + 4) + 4 + 7, "a turn adds its own, and that of the token before"
+    assert len(sent.block.arrays["experts_TE"]) == len(sent.block.arrays["tokens_T"]) == 3 * 7 + 3 + 4 + 7
     arrived = list(pickle.loads(pickle.dumps(sent)))
     Collected(arrived, []).save(tmp_path)
     for found in (arrived, Collected.load(tmp_path).groups):
@@ -322,6 +323,26 @@ def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path):
             assert other.trajectories[0].turns[1].completion.experts.shape == (7, 2)
         assert found[0].trajectories[1].turns[0].completion.experts is None
         assert found[0].baseline.turns[0].completion.experts[:3].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_driver_says_where_experts_and_kept_sets_lie_and_reads_none():
+    turns = [kept(turn, [9, 3], [4]) for turn in with_experts().turns]
+    plain = make_trajectory([make_turn([1], [2, 3])], history=True)
+    groups = [RolloutGroup(number, "A", (make_trajectory(turns, history=True), plain)) for number in range(2)]
+    here, sent = groups_to_batch(groups, ["A"]), [*FlatGroups.of(groups)]
+    assert kept_metrics(sent) == kept_metrics(groups)
+    there = groups_to_batch(sent, ["A"])
+    assert replay_metrics(there) == replay_metrics(here)
+    assert replay_metrics(here) == {"router_replay/share": pytest.approx(6 / 8)}
+    some = there.select([2, 1])
+    pieces = [vars(item)["data"] for row in some.kept_I for item in row]
+    assert len(pieces) == 2 and not any("value" in vars(part) for part in [vars(there)["experts_TE"], *pieces])
+    assert {piece.block for piece in pieces} <= sent[1].blocks
+    arrived = pickle.loads(pickle.dumps(some)).fetched()
+    assert arrived.experts_TE.tolist() == here.select([2, 1]).experts_TE.tolist()
+    assert [[item.data.tolist() for item in row] for row in arrived.kept_I] == [
+        [item.data.tolist() for item in row] for row in here.select([2, 1]).kept_I
+    ]
 
 
 def kept(turn: Turn, *sets: list[int]) -> Turn:
