@@ -12,7 +12,10 @@ Through the driver's process pass at most 5 % of what the rows are in the object
 Seconds are CPU seconds of the driver's thread, which other load on the machine changes by some tenths and not by
 factors. "First" is the driver's CPU from the arrival of the last group to the first call to score, and to train.
 
-    python benchmarks/scale.py [--rows 16384] [--lengths 256 1024] [--nodes 4]
+With ``--experts`` and ``--kept`` answers come with the experts of each token (``router_replay: R3``) and with kept sets
+of that many ids, which a rank fetches too.
+
+    python benchmarks/scale.py [--rows 16384] [--lengths 256 1024] [--nodes 4] [--experts 0] [--kept 0]
 
 Exit code 1 when a limit is missed.
 """
@@ -31,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +50,8 @@ from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.loader import load_config
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
-from roll.data.columns import Records
+from roll.data.columns import UNKNOWN, Item, Records
+from roll.data.kept_sets import kept_item
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
 from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
@@ -70,6 +75,8 @@ from roll.utils.memory import relax_gc
 PLACEMENT_S, ROUTES_S, SHARE = 1.0, 0.2, 0.05
 TRAINERS, GENERATORS, ROLLOUT_WORKERS, MEMBERS = 512, 1_024, 64, 8
 FULL_ROWS, FULL_LENGTH = 16_384, 8_192
+LEAST = 256
+"""Shortest rows from which longer ones can be forecast."""
 PROMPT_SHARE = 8
 """A prompt is this part of a row."""
 VOCABULARY = 151_936
@@ -249,16 +256,43 @@ class StubCluster:
 # --- the workers
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What answers come with."""
+
+    experts: int = 0
+    """Of a token, in all layers."""
+    kept: int = 0
+    """Ids of a kept set."""
+
+
 class Generator:
     """An engine that answers at once."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, extras: Extras) -> None:
         self.asked = 0
         self._waiting: defaultdict[str, list[Completion]] = defaultdict(list)
         self._ids, self._logprobs, self._versions = answer(length)
+        self._experts: np.ndarray | None = None
+        self._kept: tuple[Item, ...] = ()
+        if extras.experts:
+            self._experts = np.arange(length * extras.experts, dtype=np.int16).reshape(length, -1) * 37 % 128
+            self._experts[-1] = UNKNOWN
+        if extras.kept:
+            others = np.arange(1, extras.kept) * 83
+            sets = [np.append(token, (token + others) % VOCABULARY) for token in self._ids]
+            self._kept = (kept_item(length - len(sets), sets),)
+
+    def another(self) -> Generator:
+        """One with the same answers."""
+        found = copy(self)
+        found._waiting = defaultdict(list)
+        return found
 
     def completion(self, request_id: str) -> Completion:
-        return Completion(request_id, self._ids, self._logprobs, FinishReason.STOP, self._versions)
+        return Completion(
+            request_id, self._ids, self._logprobs, FinishReason.STOP, self._versions, self._experts, self._kept
+        )
 
     async def submit(self, client_id: str, requests: Records[GenerateRequest]) -> None:
         found = [self.completion(request.request_id) for request in requests]
@@ -288,12 +322,12 @@ def log_probs(size: int) -> np.ndarray:
 class Player(RolloutWorker):
     """Episodes of one turn."""
 
-    def set_length(self, length: int, *, alone: bool) -> None:
+    def set_length(self, length: int, extras: Extras, *, alone: bool) -> None:
         """Args:
         alone: answers itself, without engines.
         """
         self._prompt = ids(length // PROMPT_SHARE)
-        self._engine = Generator(length) if alone else None
+        self._engine = Generator(length, extras) if alone else None
 
     def generate_fn(self, spec: GroupSpec) -> GenerateFn:
         return super().generate_fn(spec) if self._engine is None else self._answer
@@ -489,13 +523,13 @@ def plans(report: Report) -> None:
         report.line(f"routes of weights, {what}", routed - placed, "s of CPU", ROUTES_S, f"{len(routes)} senders")
 
 
-def stubs(folder: Path, rows: int, lengths: Sequence[int], report: Report) -> None:
+def stubs(folder: Path, rows: int, lengths: Sequence[int], extras: Extras, report: Report) -> None:
     """Steps of the stubs."""
     with pretended_store() as store:
-        stub_step(folder, store, 4 * TRAINERS, lengths[0])  # what is imported and made once
+        stub_step(folder, store, 4 * TRAINERS, lengths[0], extras)  # what is imported and made once
         costs = []
         for length in lengths:
-            cost, asked = stub_step(folder, store, rows, length)
+            cost, asked = stub_step(folder, store, rows, length, extras)
             describe(f"{rows:,} rows of {length} tokens", cost, rows * length, report)
             costs.append(cost)
     report.line("generators without a request", asked.count(0), "", 0 if rows >= GENERATORS else None)
@@ -503,14 +537,15 @@ def stubs(folder: Path, rows: int, lengths: Sequence[int], report: Report) -> No
     full(costs[0], costs[-1], rows, lengths, report)
 
 
-def stub_step(folder: Path, store: Store, rows: int, length: int) -> tuple[Cost, list[int]]:
+def stub_step(folder: Path, store: Store, rows: int, length: int, extras: Extras) -> tuple[Cost, list[int]]:
     """Cost of a step, and the requests that each generator got."""
     loop = Loop()
-    generators = [Generator(length) for _ in range(GENERATORS)]
+    engine = Generator(length, extras)
+    generators = [engine.another() for _ in range(GENERATORS)]
     near = [NearHandle(generator) for generator in generators]
     players = [Player("rollout", rank, ROLLOUT_WORKERS, {}) for rank in range(ROLLOUT_WORKERS)]
     for player in players:
-        player.set_length(length, alone=False)
+        player.set_length(length, extras, alone=False)
         loop.start(player.set_engines(near)).result()
     scorers = {
         name: StubCluster(name, [Scores(name, rank, TRAINERS, {}) for rank in range(TRAINERS)], loop, store)
@@ -577,7 +612,7 @@ def over_ray(folder: Path, num_nodes: int, report: Report) -> None:
             cluster.launch()
         for cluster in (players, trainers):
             cluster.wait_ready()
-        players.call("set_length", RAY_LENGTH, alone=True)
+        players.call("set_length", RAY_LENGTH, Extras(), alone=True)
         rows = 64 * MEMBERS
         config = configuration(folder, rows, RAY_LENGTH, num_nodes)
         cost = run_step(config, meter, folder, players, {"actor_train": trainers, "reference": trainers})
@@ -617,13 +652,18 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=FULL_ROWS)
     parser.add_argument("--lengths", type=int, nargs=2, default=[256, 1024])
     parser.add_argument("--nodes", type=int, default=4, help="Ray nodes on this machine; 0: none")
+    parser.add_argument("--experts", type=int, default=0, help="Experts of a token that answers come with")
+    parser.add_argument("--kept", type=int, default=0, help="Ids of the kept set of a token; 0: none")
     args = parser.parse_args()
+    if not LEAST <= args.lengths[0] < args.lengths[1]:
+        least = f"ascending numbers from {LEAST} on: shorter columns are not sent as runs, and forecast too many bytes"
+        parser.error(f"--lengths: got {args.lengths[0]} {args.lengths[1]}, expected {least}")
     torch.set_num_threads(1)
     relax_gc()  # as a run's driver does
     report = Report()
     plans(report)
     with tempfile.TemporaryDirectory() as name:
-        stubs(Path(name), args.rows, args.lengths, report)
+        stubs(Path(name), args.rows, args.lengths, Extras(args.experts, args.kept), report)
         if args.nodes:
             over_ray(Path(name), args.nodes, report)
     for problem in report.missed:
