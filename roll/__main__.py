@@ -116,13 +116,16 @@ def _add_plan(commands: Any) -> None:
     )
     completion.completed_by(devices, completion.devices)
     parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument(
+        "--pictures", type=int, metavar="N", help="pictures of each sample (1, if the policy's model takes any)"
+    )
     parser.add_argument("--write", choices=["slurm", "kuberay"], help="write a launcher for the plan instead")
     parser.add_argument("-o", "--output", metavar="FILE", help="file for the launcher (default: standard output)")
 
 
 def _plan(options: argparse.Namespace) -> int:
     name, folder = locate(options.config, options.config_path)
-    choices = {key: getattr(options, key) for key in ("devices", "json", "write", "output")}
+    choices = {key: getattr(options, key) for key in ("devices", "json", "write", "output", "pictures")}
     return extra("plan").plan(name, folder, options.overrides, **choices)
 
 

@@ -102,6 +102,8 @@ class ModelShape:
     """Layers that keep keys and values."""
     states: States = States()
     """What layers that read a state keep of a sequence."""
+    tower: TowerShape | None = None
+    """Its vision tower, in a run with pictures."""
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> ModelShape:
@@ -303,7 +305,7 @@ def training_factor(adapter: bool) -> int:
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The vision tower of Qwen's models, projector included."""
+    """A vision tower of one of the families that take pictures, projector included."""
 
     parameters: int
     embedding: int
@@ -314,40 +316,38 @@ class TowerShape:
     """Parameters that see the patches of a token together."""
     hidden: int
     depth: int
+    kept: int
+    """Numbers that autograd keeps of a patch and a layer."""
     patch: int
     """Pixels of a patch's side."""
     merged: int
     """Patches of a token's side."""
-    times: int
+    times: int = 1
     """Copies of a picture that a patch is made of."""
+    counted: int = 1
+    """Times that the processor's bounds count a picture's pixels."""
+    side: int | None = None
+    """Pixels of the side that every picture has, or that the longer one has at most; ``None``: of any."""
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> TowerShape | None:
-        """That in a ``config.json``; ``None``: there is none of Qwen's families."""
+        """That in a ``config.json`` with its defaults; ``None``: there is none of a known family."""
         kind, eyes = str(config.get("model_type")), config.get("vision_config") or {}
-        if kind not in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"):
-            return None
-        h, inner, depth, out = (eyes[key] for key in ("hidden_size", "intermediate_size", "depth", "out_hidden_size"))
-        patch, merged, times = (eyes[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
-        seen, wide = 3 * times * patch**2 * h, h * merged**2
-        attention, projector = 4 * h * h + 4 * h, wide * wide + wide + wide * out + out
-        if kind == "qwen2_5_vl":
-            embedding, more, block, projectors = (
-                seen,
-                0,
-                attention + 3 * h * inner + 2 * inner + h + 2 * h,
-                projector + h,
-            )
-        else:
-            embedding, more = seen + h, eyes["num_position_embeddings"] * h
-            block = attention + 2 * h * inner + inner + h + 4 * h
-            deep = len(eyes.get("deepstack_visual_indexes") or ()) if kind.startswith("qwen3_vl") else 0
-            projectors = projector + 2 * h + deep * (projector + 2 * wide)
-        total = embedding + more + depth * block + projectors
-        return TowerShape(total, embedding, block, projectors, h, depth, patch, merged, times)
+        if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"):
+            return _tower_of_patches(kind, eyes)
+        if kind in ("llava", "gemma3", "mistral3"):
+            return _tower_of_pictures(kind, config, eyes)
+        return None
+
+    def bound(self, size: Mapping[str, Any]) -> int | None:
+        """The most pixels of a picture that a processor with these entries makes; ``None``: they do not say."""
+        if self.side is not None:
+            return min(self.side, size.get("longest_edge") or self.side) ** 2
+        most = size.get("longest_edge") or size.get("max_pixels")
+        return None if most is None else int(most) // self.counted
 
     def tokens(self, pixels: int) -> int:
-        """Tokens of a picture."""
+        """Tokens of a picture that get its features."""
         return pixels // (self.patch * self.merged) ** 2
 
     def input_bytes(self, pixels: int) -> int:
@@ -359,3 +359,66 @@ class TowerShape:
         patches = pixels // self.patch**2
         passed = patches * (self.embedding + self.depth * self.block) + self.tokens(pixels) * self.projectors
         return FORWARD * (passed + 2 * self.depth * patches**2 * self.hidden)
+
+    def kept_bytes(self, pixels: int, number_bytes: int, *, recomputes: bool) -> int:
+        """What waits for the backward pass: the input, and of every layer all, or its input where it is computed again;
+        then one layer is there as a whole."""
+        patches, layers = pixels // self.patch**2, 1 if recomputes else self.depth
+        inputs = self.depth * self.hidden if recomputes else 0
+        return self.input_bytes(pixels) + patches * number_bytes * (layers * self.kept + inputs)
+
+    def forward_bytes(self, pixels: int, number_bytes: int) -> int:
+        """What exists at once where nothing is kept for a backward pass."""
+        return self.input_bytes(pixels) + pixels // self.patch**2 * number_bytes * self.kept
+
+
+def _tower_of_patches(kind: str, eyes: Mapping[str, Any]) -> TowerShape:
+    """Those that get rows of patches: Qwen's and GLM's."""
+    h, inner, depth, out = (eyes[key] for key in ("hidden_size", "intermediate_size", "depth", "out_hidden_size"))
+    patch, merged, times = (eyes[key] for key in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
+    seen, wide = 3 * times * patch**2 * h, h * merged**2
+    attention, projector = 4 * h * h + 4 * h, wide * wide + wide + wide * out + out
+    beside = 0
+    if kind == "qwen2_5_vl":
+        embedding, block = seen, attention + 3 * h * inner + 2 * inner + h + 2 * h
+        projectors, kept = projector + h, 13 * h + 4 * inner
+    elif kind == "glm4v":
+        embedding = seen + h
+        block = 4 * h * h + 3 * h * bool(eyes.get("attention_bias")) + 3 * h * out + 2 * h
+        projectors = wide * out + out + out * out + 2 * out + 3 * out * inner
+        beside, kept = (eyes["image_size"] // patch) ** 2 * h + 2 * h, 13 * h + 4 * out
+    else:
+        embedding, beside = seen + h, eyes["num_position_embeddings"] * h
+        block = attention + 2 * h * inner + inner + h + 4 * h
+        deep = len(eyes.get("deepstack_visual_indexes") or ()) if kind.startswith("qwen3_vl") else 0
+        projectors, kept = projector + 2 * h + deep * (projector + 2 * wide), 11 * h + 2 * inner
+    total = embedding + beside + depth * block + projectors
+    counted = times if kind == "glm4v" else 1
+    return TowerShape(total, embedding, block, projectors, h, depth, kept, patch, merged, times, counted)
+
+
+def _tower_of_pictures(kind: str, config: Mapping[str, Any], eyes: Mapping[str, Any]) -> TowerShape:
+    """Those that get pictures as they are: CLIP's, SigLIP's and Pixtral's."""
+    h, inner, depth = (eyes[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    patch, side, width = eyes["patch_size"], eyes["image_size"], config["text_config"]["hidden_size"]
+    seen, patches, merged = 3 * patch**2 * h, (side // patch) ** 2, 1
+    chosen = config.get("vision_feature_layer")
+    read, bias = len(chosen) if isinstance(chosen, list) else 1, bool(config.get("multimodal_projector_bias"))
+    block = 4 * h * h + 4 * h + 2 * h * inner + inner + h + 4 * h
+    linear = read * h * width + width * width + 2 * width * bias
+    if kind == "llava":
+        embedding, beside = seen, (patches + 2) * h + 4 * h
+        projectors, kept = linear, 8 * h + 3 * inner
+    elif kind == "gemma3":
+        embedding, beside = seen + h, patches * h + 2 * h
+        projectors, kept, merged = (
+            h * width + h,
+            8 * h + 2 * inner,
+            math.isqrt(patches // config["mm_tokens_per_image"]),
+        )
+    else:
+        merged = config["spatial_merge_size"]
+        embedding, beside, block = seen, h, 4 * h * h + 3 * h * inner + 2 * h
+        projectors, kept = linear + h + h * h * merged**2, 10 * h + 4 * inner
+    total = embedding + beside + depth * block + projectors
+    return TowerShape(total, embedding, block, projectors, h, depth, kept, patch, merged, side=side)

@@ -15,8 +15,9 @@ from roll.pipeline.cli import EXIT_USAGE, read_config, report
 if TYPE_CHECKING:
     from roll.configs.pipeline import PipelineConfig
     from roll.configs.problems import ConfigProblem
+    from roll.extras.plan.devices import Device
     from roll.extras.plan.plan import Plan
-    from roll.models.shapes import ModelShape, TowerShape
+    from roll.models.shapes import ModelShape
 
 
 def plan(
@@ -28,12 +29,14 @@ def plan(
     json: bool = False,
     write: str | None = None,
     output: str | None = None,
+    pictures: int | None = None,
 ) -> int:
     """Says what a configuration takes, or writes its launcher.
 
     Args:
         devices: kind of device, see ``parse_devices``; that of this machine, if not given.
         write: ``slurm`` or ``kuberay``: the launcher goes where the page would.
+        pictures: of each sample; one, if not given, where the policy takes any.
 
     Returns:
         0 where it fits, 1 where it does not, 2 for a wrong configuration or command line.
@@ -42,10 +45,12 @@ def plan(
     from roll.extras.plan.devices import parse_devices, this_device
     from roll.extras.plan.launchers import launcher
     from roll.extras.plan.page import advise, faster, page, values
-    from roll.extras.plan.plan import make_plan
 
     if output is not None and write is None:
         sys.stderr.write("roll plan: -o/--output: expected --write slurm or --write kuberay with it\n")
+        return EXIT_USAGE
+    if pictures is not None and pictures < 0:
+        sys.stderr.write(f"roll plan: --pictures: got {pictures}, expected 0 or more\n")
         return EXIT_USAGE
     try:
         device = parse_devices(devices) if devices else this_device()
@@ -55,8 +60,7 @@ def plan(
 
     def replan(more: Sequence[str]) -> Plan:
         config, _ = read_config(config_name, folder, [*overrides, *more])
-        tower, pixels = tower_shape(config)
-        return replace(make_plan(config, device, model_shapes(config)), tower=tower, max_pixels=pixels)
+        return planned(config, device, pictures)
 
     try:
         found = replan(())
@@ -92,19 +96,18 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
     from roll.configs.problems import ConfigErrors
     from roll.configs.rl import VAL_INFER
     from roll.extras.plan.plan import hosted_models, model_workers
-    from roll.models.shapes import ModelShape
-    from roll.preflight.models import model_config
+    from roll.preflight.models import whole_config
 
     shapes: dict[str, ModelShape] = {}
     problems: dict[str, ConfigProblem] = {}
     for role, worker in model_workers(config).items():
         model = config.model_of(role)
         try:
-            sizes = model_config(config, "actor_infer" if role == VAL_INFER else role)
+            sizes = whole_config(config, "actor_infer" if role == VAL_INFER else role)
             if sizes is None:
                 args = worker.model_args
                 sizes = _sizes(model, args.model_config_kwargs, args.trust_remote_code)
-            shapes[role] = ModelShape.of(sizes.to_dict())
+            shapes[role] = _shape(sizes)
         except (OSError, ValueError) as error:
             key = next((key for key, name in config.models.items() if name == model), "pretrain")
             problems[key] = _unreadable(key, model, error)
@@ -112,7 +115,8 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
         try:
             kwargs = hosted.worker.model_args.model_config_kwargs
             sizes = _sizes(hosted.model, kwargs, hosted.trust_remote_code)
-            shapes[hosted.key] = ModelShape.of(sizes.to_dict())
+            found, blind = _shape(sizes), hosted.judge is not None and not getattr(hosted.judge, "pictures", False)
+            shapes[hosted.key] = replace(found, tower=None) if blind else found
         except (OSError, ValueError) as error:
             problems[hosted.key] = _unreadable(hosted.key, hosted.model, error)
     if problems:
@@ -120,18 +124,43 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
     return shapes
 
 
-def tower_shape(config: PipelineConfig) -> tuple[TowerShape | None, int | None]:
-    """The vision tower of the policy's model, and the most pixels of a picture, as far as they are known here."""
+def planned(config: PipelineConfig, device: Device, pictures: int | None = None) -> Plan:
+    """The plan of a configuration; for ``pictures`` see ``plan``.
+
+    Raises:
+        ConfigErrors: see ``model_shapes``.
+    """
+    from roll.configs.problems import ConfigErrors, ConfigProblem
+    from roll.extras.plan.plan import make_plan
+    from roll.preflight.models import pictures_refused
+
+    shapes = model_shapes(config)
+    tower, why = shapes["actor_train"].tower, pictures_refused(config)
+    if pictures and (tower is None or why):
+        reason = why or f"the tower of {config.pretrain} is none that is known here"
+        raise ConfigErrors([ConfigProblem("--pictures", pictures, "0 or nothing", reason)])
+    if pictures == 0 or tower is None or why:
+        return make_plan(config, device, {name: replace(shape, tower=None) for name, shape in shapes.items()})
+    most = config.actor_train.data_args.image_max_pixels or tower.bound(_picture_entries(config))
+    return make_plan(config, device, shapes, 1 if pictures is None else pictures, most)
+
+
+def _picture_entries(config: PipelineConfig) -> dict[str, Any]:
+    """Bounds of the policy's picture processor, as far as they are known here."""
     from roll.configs.pipeline import TINY_VL
-    from roll.models.shapes import TowerShape
     from roll.models.tiny import processor_folder
     from roll.models.tokenizer import model_folder
 
     folder = processor_folder() if config.pretrain == TINY_VL else model_folder(config.pretrain)
-    entries, prepared = _entries(folder / "config.json"), _entries(folder / "preprocessor_config.json")
-    size = prepared.get("size") or {}
-    own = size.get("longest_edge") or prepared.get("max_pixels")
-    return TowerShape.of(entries), config.actor_train.data_args.image_max_pixels or own
+    prepared = _entries(folder / "preprocessor_config.json")
+    return {**prepared, **(prepared.get("size") or {})}
+
+
+def _shape(sizes: Any) -> ModelShape:
+    """Of a model's configuration, with its tower."""
+    from roll.models.shapes import ModelShape, TowerShape
+
+    return replace(ModelShape.of(sizes.get_text_config().to_dict()), tower=TowerShape.of(sizes.to_dict()))
 
 
 def _entries(file: Path) -> dict[str, Any]:
@@ -139,11 +168,11 @@ def _entries(file: Path) -> dict[str, Any]:
 
 
 def _sizes(model: str, kwargs: Mapping[str, Any], trusts: bool) -> Any:
-    """The text part of a model's configuration, from its folder, the hub, or the hub's cache where it is silent."""
+    """A model's configuration, from its folder, the hub, or the hub's cache where it is silent."""
     from roll.models.loading import load_config
 
     here = Path(model).expanduser().is_dir()
-    return load_config(model, kwargs, trust_remote_code=trusts, asks_hub=here or _hub_answers()).get_text_config()
+    return load_config(model, kwargs, trust_remote_code=trusts, asks_hub=here or _hub_answers())
 
 
 @functools.cache
@@ -177,12 +206,11 @@ def forecast(folder: Path) -> dict[str, Any]:
         ConfigErrors: it is not valid here, or a model's sizes are not known here.
     """
     from roll.extras.plan.devices import this_device
-    from roll.extras.plan.plan import make_plan
 
     config, _ = read_config("config", folder, [])
     device = this_device()
     seconds: dict[str, float] = {}
-    for name, duration in make_plan(config, device, model_shapes(config)).times.items():
+    for name, duration in planned(config, device).times.items():
         phase = name.partition(" ")[0]
         seconds[phase] = seconds.get(phase, 0.0) + duration.seconds
     tried = f" ({device.tried})" if device.tried else ""

@@ -234,12 +234,17 @@ def _scoring(role: Role, layout: Layout, around: Surroundings) -> Parts:
         )
     hidden = batch.tokens * shape.hidden * c // layout.sequence
     activations = max(hidden, forward - logits)
+    if shape.tower is not None:  # it is through before the text begins
+        activations = max(activations, shape.tower.forward_bytes(batch.pixels, c))
     return {"weights": _gathered(role, layout) + copies, "activations": activations, "logits": logits}
 
 
 def _training(role: Role, layout: Layout, around: Surroundings) -> Parts:
     shape, batch = role.shape, role.micro_batch("train", around.lengths)
     waiting, coming = training_activations(role, layout, batch)
+    if shape.tower is not None:
+        stream = FLOAT if layout.autocast else role.compute_bytes
+        waiting += shape.tower.kept_bytes(batch.pixels, stream, recomputes=role.recomputes)
     copies = role.compute_bytes * role.parameters if layout.autocast and not role.frozen else 0
     logits = one = 0
     if role.head == "lm":
@@ -284,8 +289,9 @@ def hf_generator_memory(role: Role, around: Surroundings) -> RoleMemory:
     decode = rows * forward_per_token(shape, c) + expanded
     # Logits, log-probabilities, probabilities and their running sum; sorted with their places where truncated.
     drawn = rows * shape.vocabulary * (c + (3 + 8 * around.truncates) * FLOAT)
+    seen = 0 if shape.tower is None else shape.tower.forward_bytes(around.lengths.pixels, c)
     rollout = {
-        "activations": max(prefill * forward_per_token(shape, c), decode),
+        "activations": max(prefill * forward_per_token(shape, c), decode, seen),
         "kv cache": grown,
         "logits": drawn,
     }

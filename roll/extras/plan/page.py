@@ -17,7 +17,7 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.rl import RLConfig
 from roll.extras.plan.memory import GIB, MIB, PARTS
 from roll.extras.plan.plan import ACTIVE, Place, Plan
-from roll.extras.plan.work import Role
+from roll.extras.plan.work import Role, Samples
 from roll.models.shapes import TowerShape
 
 MOST_CHANGES = 6
@@ -161,7 +161,9 @@ def candidates(plan: Plan) -> Iterator[Ladder]:
         elif phase == "sync":
             size = plan.config.model_update_buffer_size_mb
             yield [(f"model_update_buffer_size_mb={max(64, size // 2**step)}",) for step in (1, 2, 3, 4)]
-        if phase != "rollout" and isinstance(role.worker.strategy_args.typed(), MegatronConfig | Fsdp2Config):
+        if phase in ("train", "logprobs") and plan.tower is not None:
+            yield _fewer_pixels(role, "train" if phase == "train" else "infer", plan.samples)
+        elif phase != "rollout" and isinstance(role.worker.strategy_args.typed(), MegatronConfig | Fsdp2Config):
             yield from _split(role)
         if role.compute_bytes == 4:
             yield [(f"{name}.model_args.dtype=bf16",)]
@@ -186,6 +188,12 @@ def _training(role: Role) -> Iterator[Ladder]:
         yield [(f"{base}.zero_optimization.stage={stage}",) for stage in range(options.stage + 1, 4)]
     if isinstance(options, MegatronConfig) and not options.use_distributed_optimizer:
         yield [(f"{base}.use_distributed_optimizer=true",)]
+
+
+def _fewer_pixels(role: Role, phase: str, samples: Samples) -> Ladder:
+    key, least = f"max_pixels_per_microbatch_in_{phase}", samples.pictures * samples.pixels
+    most = getattr(role.worker, key) or least << MOST_HALVINGS
+    return [(f"{role.name}.{key}={most >> step}",) for step in range(1, MOST_HALVINGS + 1) if most >> step >= least]
 
 
 def _split(role: Role) -> Iterator[Ladder]:
@@ -278,32 +286,35 @@ def values(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: s
 
 
 def _picture_values(plan: Plan) -> dict[str, Any] | None:
-    """What the tower and a picture of the largest size take; ``None``: the policy's model has no known tower."""
+    """What the tower and a picture of the largest size take; ``None``: the plan is for text alone."""
     if (tower := plan.tower) is None:
         return None
-    found: dict[str, Any] = {"tower_parameters": tower.parameters, "max_pixels": plan.max_pixels}
-    if (pixels := plan.max_pixels) is not None:
-        work = tower.operations(pixels)
-        found |= {"tokens": tower.tokens(pixels), "input_bytes": tower.input_bytes(pixels), "operations": work}
-        found |= {"forward_seconds": work / plan.device.flops, "stored_bytes": 3 * pixels}
-    return found
+    pixels = plan.samples.pixels
+    work = tower.operations(pixels)
+    return {
+        "per_sample": plan.samples.pictures,
+        "tower_parameters": tower.parameters,
+        "max_pixels": pixels,
+        "tokens": tower.tokens(pixels),
+        "input_bytes": tower.input_bytes(pixels),
+        "operations": work,
+        "forward_seconds": work / plan.device.flops,
+        "stored_bytes": 3 * pixels,
+    }
 
 
 def _picture_lines(plan: Plan, tower: TowerShape) -> Iterator[str]:
-    pixels = plan.max_pixels
-    yield "pictures, where rows have them (in none of the other figures)"
+    pixels, number = plan.samples.pixels, plan.samples.pictures
+    yield f"pictures: {number} in each sample (--pictures N), counted in all figures"
     unit, size = _unit(plan)
     weights, trained = (each * tower.parameters / size for each in (4, 16))
     yield (
         f"  the vision tower: {tower.parameters:,} parameters, {weights:,.1f} {unit} of float32 in each model, "
         f"{trained:,.1f} {unit} with gradients and Adam's moments where it is trained, before it is dealt out"
     )
-    if pixels is None:
-        yield "  the size of a picture is not known here: data_args.image_max_pixels"
-        return
     work = tower.operations(pixels)
     yield (
-        f"  a picture of {pixels:,} pixels, the most there may be: {tower.tokens(pixels):,} tokens of its row, "
+        f"  one of {pixels:,} pixels, the most that prompts and bounds allow: {tower.tokens(pixels):,} tokens, "
         f"{3 * pixels / 1e6:,.1f} MB stored, {tower.input_bytes(pixels) / 1e6:,.1f} MB for the tower, "
         f"{work / 1e12:,.3f} TFLOP forward ({_duration(work / plan.device.flops)}), three times as many in training"
     )

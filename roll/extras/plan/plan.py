@@ -204,10 +204,6 @@ class Plan:
     times: Mapping[str, Duration]
     beside: Mapping[str, Duration]
     """Of the whole run, beside its steps: the start, evaluations, checkpoints."""
-    tower: TowerShape | None = None
-    """Of the policy's model, for the rows that have pictures."""
-    max_pixels: int | None = None
-    """Of a picture once it is resized; ``None``: that is not known here."""
 
     @property
     def phases(self) -> list[str]:
@@ -244,13 +240,24 @@ class Plan:
         """Tells whether somebody would wait for it."""
         return self.step_seconds <= LONGEST_STEP and (self.run_seconds or 0.0) <= LONGEST_RUN
 
+    @property
+    def tower(self) -> TowerShape | None:
+        """Of the policy's model, in a run with pictures."""
+        return self.roles["actor_train"].shape.tower
+
+    @property
+    def stored_pictures(self) -> int:
+        """Bytes of a step's pictures in the object store of a machine."""
+        samples = self.samples
+        return 3 * samples.pixels * samples.pictures * -(-samples.rows // samples.group)
+
     def host_memory(self, node: int) -> int:
         """Bytes of a machine's own memory that the run takes: processes, and on GPUs what waits there for its turn."""
         if self.device.kind == "cpu":
             return next((place.needed for place in self.places if place.name == f"node {node}"), 0)
         slots = self.placement.slots_on(node)
         light = LIGHT_BYTES * (RAY_PROCESSES + sum(slot.role not in self.roles for slot in slots))
-        total = light
+        total = light + self.stored_pictures
         for slot in slots:
             if (role := self.roles.get(slot.role)) is None:
                 continue
@@ -285,7 +292,7 @@ class Plan:
         for node, _ in enumerate(self.placement.nodes):
             workers = Counter(slot.role for slot in self.placement.slots_on(node))
             light = LIGHT_BYTES * (RAY_PROCESSES + sum(n for role, n in workers.items() if role not in self.roles))
-            kept = light + self._kept_updates(node)
+            kept = light + self._kept_updates(node) + self.stored_pictures
             totals = {
                 phase: kept + sum(number * self._on_cpu(role, phase) for role, number in workers.items())
                 for phase in self.phases
@@ -319,15 +326,23 @@ class Plan:
                     yield Place(f"GPU {device}", self.device.memory, totals[phase], phase)
 
 
-def make_plan(config: PipelineConfig, device: Device, shapes: Mapping[str, ModelShape]) -> Plan:
+def make_plan(
+    config: PipelineConfig, device: Device, shapes: Mapping[str, ModelShape], pictures: int = 0, most: int | None = None
+) -> Plan:
     """Computes a plan.
 
     Args:
         config: that has been checked.
         device: kind of all devices.
-        shapes: of the models, by role; those of rewards by ``Hosted.key``.
+        shapes: of the models, by role; those of rewards by ``Hosted.key``. In a run with pictures with their towers.
+        pictures: of each sample.
+        most: pixels that a picture has at most; ``None``: as many as its prompt has room for.
     """
     samples = _samples(config)
+    if pictures and (tower := shapes["actor_train"].tower) is not None:
+        room = samples.length if isinstance(config, OfflineConfig) else samples.prompt
+        held = room // pictures * (tower.patch * tower.merged) ** 2
+        samples = replace(samples, pictures=pictures, pixels=held if most is None else min(most, held))
     workers = model_workers(config)
     roles = {name: _role(config, name, worker, shapes[name]) for name, worker in workers.items()}
     memory = {name: _memory(config, role, device, samples) for name, role in roles.items()}
@@ -447,7 +462,7 @@ def _read_by(config: PipelineConfig, role: str, samples: Samples) -> Samples:
 def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples) -> RoleMemory:
     on_cpu, samples = device.kind == "cpu", _read_by(config, role.name, samples)
     per_sample = config.sequences_per_sample if isinstance(config, OfflineConfig | RLConfig) else 1
-    lengths = Lengths(samples.length, samples.answer, per_sample)
+    lengths = Lengths(samples.length, samples.answer, per_sample, samples.pictures * samples.pixels, samples.group)
     generators = config.actor_infer.num_workers if config.actor_infer else 1
     sampling = role.worker.generating_args
     around = Surroundings(
@@ -478,7 +493,7 @@ def _hosted_memory(config: PipelineConfig, hosted: Hosted, role: Role, device: D
     longest = min(hosted.longest or samples.length + said, samples.length + said)
     around = Surroundings(
         process=WORKER_BYTES if on_cpu else CONTEXT_BYTES,
-        lengths=Lengths(longest, min(said, longest - 1)),
+        lengths=Lengths(longest, min(said, longest - 1), pixels=samples.pictures * samples.pixels),
         on_cpu=on_cpu,
         max_running=judge.max_concurrency if judge else 1,
         requests=max(1, -(-samples.rows // hosted.num_workers)),

@@ -23,6 +23,10 @@ class Lengths:
     """Tokens that the loss looks at."""
     per_sample: int = 1
     """Sequences of a sample: 2 of a pair."""
+    pixels: int = 0
+    """Of a sample's pictures."""
+    group: int = 1
+    """Samples with the same pictures."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class MicroBatch:
     tokens: int
     """Padding included."""
     loss_tokens: int
+    pixels: int = 0
+    """Of the different pictures."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Role:
     @property
     def parameters(self) -> int:
         """Of the whole model, without an adapter."""
-        return self.shape.parameters if self.head == "lm" else self.shape.trunk + self.shape.hidden + 1
+        tower = 0 if self.shape.tower is None else self.shape.tower.parameters
+        return tower + (self.shape.parameters if self.head == "lm" else self.shape.trunk + self.shape.hidden + 1)
 
     @property
     def held(self) -> int:
@@ -73,7 +80,8 @@ class Role:
 
     @property
     def updated(self) -> int:
-        """Parameters that an optimizer changes. Of parts that are frozen, embeddings and whole layers are left out."""
+        """Parameters that an optimizer changes. Of parts that are frozen, embeddings, whole layers, the tower and its
+        projector are left out."""
         if self.lora is not None:
             return self.adapter
         shape, names = self.shape, set(self.worker.model_args.frozen_prefixes)
@@ -83,6 +91,11 @@ class Role:
             frozen += shape.embedding
         if "lm_head" in names and not shape.tied:
             frozen += shape.embedding
+        if shape.tower is not None:
+            whole, rest = "model.visual" in names, shape.tower.parameters - shape.tower.projectors
+            frozen += rest if whole or "model.vision_tower" in names else 0
+            projector = {"model.visual.merger", "model.multi_modal_projector"} & names
+            frozen += shape.tower.projectors if whole or projector else 0
         return max(0, self.parameters - frozen)
 
     @property
@@ -97,20 +110,26 @@ class Role:
 
     def micro_batch(self, phase: Literal["train", "infer"], lengths: Lengths) -> MicroBatch:
         """The largest that the role's limits allow, of samples that are as long as they may be."""
-        worker = self.worker
-        each = lengths.sequence
+        worker, pixels = self.worker, lengths.pixels
+        each, most = lengths.sequence, getattr(worker, f"max_pixels_per_microbatch_in_{phase}")
+
+        def shown(rows: int) -> float:
+            different = math.ceil(rows / lengths.group) if worker.share_prompts else rows
+            return max(pixels, min(different * pixels, math.inf if most is None else most))
+
         if getattr(worker, f"use_dynamic_batching_in_{phase}"):
             budget = getattr(worker, f"max_tokens_per_microbatch_in_{phase}")
             rows = max(1, budget // each // lengths.per_sample)
             if worker.use_sequence_packing:
                 tokens = max(each * lengths.per_sample, budget)
-                return MicroBatch(rows, tokens, math.ceil(tokens * lengths.answer / each))
+                return MicroBatch(rows, tokens, math.ceil(tokens * lengths.answer / each), int(shown(rows)))
         else:
             per_pass = worker.training_args.per_device_train_batch_size
             rows = worker.infer_batch_size if phase == "infer" else per_pass
         step = 1 if worker.use_sequence_packing else getattr(worker, f"sequence_length_round_in_{phase}")
+        seen = int(shown(rows))
         rows *= lengths.per_sample
-        return MicroBatch(rows, rows * math.ceil(each / step) * step, rows * lengths.answer)
+        return MicroBatch(rows, rows * math.ceil(each / step) * step, rows * lengths.answer, seen)
 
 
 @dataclass(frozen=True)
@@ -210,6 +229,10 @@ class Samples:
     """Times that each is trained on."""
     longest: int = 0
     """Tokens of the longest answer, where ``answer`` is the mean; 0: all are alike."""
+    pictures: int = 0
+    """Of each sample, in its prompt."""
+    pixels: int = 0
+    """Of each of them."""
 
     @property
     def length(self) -> int:
@@ -291,6 +314,9 @@ def rollout_time(role: Role, samples: Samples, device: Device, workers: int, eac
     bandwidth = DECODE_SHARE * device.bandwidth * _share(device, each, workers)
     prompts = math.ceil(rows / samples.group) * samples.prompt
     prefill = forward_flops(shape, prompts, samples.prompt, 0) / rate
+    if shape.tower is not None:
+        seen = tower_flops(shape, samples, samples.group)
+        prefill += seen / (_per_device(device, each) * device.peak(c) * share_at(shape.tower.hidden, device))
     copies = each / (1 if shape.latent else min(each, shape.kv_heads))  # of each key on a replica's devices
     token = shape.kv_bytes(c) * copies
     states = 2 * shape.states.num_bytes(c)  # read and written
@@ -326,21 +352,38 @@ def saved_bytes(role: Role) -> int:
 
 def matrix_share(shape: ModelShape, device: Device) -> float:
     """Share of the peak that a model's matrix products reach."""
-    return device.efficiency or MATRIX_SHARE * shape.width / (shape.width + MATRIX_WIDTH)
+    return share_at(shape.width, device)
+
+
+def share_at(width: float, device: Device) -> float:
+    """The same of matrices of a width."""
+    return device.efficiency or MATRIX_SHARE * width / (width + MATRIX_WIDTH)
 
 
 def _computed(passes: float, role: Role, samples: Samples, device: Device, devices: int, idle: float = 1.0) -> Duration:
     """So many forward passes."""
     shape, peak = role.shape, device.peak(role.compute_bytes) * _per_device(device, devices)
     flops = passes * forward_flops(shape, samples.tokens, samples.length, samples.rows * samples.answer)
+    rows = role.micro_batch("train", Lengths(samples.length, samples.answer)).rows
+    together = max(1, min(samples.group, rows)) if role.worker.share_prompts else 1
+    seen = passes * tower_flops(shape, samples, together)
     attention = passes * attention_flops(shape, samples.tokens * samples.length)
     attention_share = device.efficiency or ATTENTION_SHARE
     work = (flops - attention) / matrix_share(shape, device) + attention / attention_share
+    if shape.tower is not None:
+        flops, work = flops + seen, work + seen / share_at(shape.tower.hidden, device)
     share = flops / work
     why = f"{flops / 1e12:.3g} TFLOP at {share * peak / 1e12:.3g} TFLOP/s ({share:.0%} of the peak)"
     if idle > 1:
         why += f", {idle:.2f} times for stages that wait"
     return Duration(work * idle / peak, why)
+
+
+def tower_flops(shape: ModelShape, samples: Samples, group: int = 1) -> float:
+    """Operations of a forward pass over the pictures of a step, each once for so many samples of a prompt."""
+    if shape.tower is None or not samples.pictures:
+        return 0.0
+    return math.ceil(samples.rows / group) * samples.pictures * shape.tower.operations(samples.pixels)
 
 
 def _per_device(device: Device, devices: int) -> int:
