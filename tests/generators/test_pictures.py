@@ -17,10 +17,12 @@ from roll.data.requests import Completion, GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import rows_of
 from roll.models.loading import load_causal_lm
+from roll.pipeline.probe import find_causes, of_pictures
 from tests.generators.conftest import _parameter
 from tests.support.contract import OPTIONS, buckets_of, context_of, first_token, weights_of
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import make_rows, picture, plain_logprobs, unmodified
+from tests.support.probe_pair import seeing_pair
 
 FAMILY = "qwen2_5_vl"
 A, B, C = (picture(*each, FAMILY) for each in ((1, 2, 3), (2, 3, 2), (3, 2, 3)))
@@ -109,6 +111,34 @@ async def test_penalties_count_the_tokens_that_stand_for_pictures(seeing, old):
         replace(request, request_id="plain", params=replace(request.params, repetition_penalty=1.0))
     )
     assert completion.token_ids.tolist() != plain.token_ids.tolist()
+
+
+def test_a_probe_names_a_swapped_picture(seeing, path, monkeypatch):
+    """Planted where pixels leave for an engine's process; in ``hf_infer`` by ``tests/unit/pipeline/test_probe.py``."""
+    if seeing.name == "hf_infer":
+        pytest.skip("it has no process of its own")
+    pair, prompts = seeing_pair(path, seeing), seeing._prompts
+    pictures = prompts._pictures if seeing.name == "vllm" else prompts._tower.pictures
+    made = pictures.inputs
+
+    def with_inputs(inputs):
+        monkeypatch.setattr(pictures, "inputs", inputs)
+        prompts._of_item.cache_clear()
+        pair.update()  # what was made of the picture is forgotten
+        return pair.difference()
+
+    difference, bound, completion = with_inputs(made)
+    assert difference < bound.value
+    row = rows_of([pair.request], [completion])
+    (given, seen), settings = pair.pictures(row), pair.settings()
+    assert given.keys() == seen.keys() == {"pixel_values", "image_grid_thw", "features"}
+    assert not of_pictures(pair, row, *settings)
+    difference, bound, completion = with_inputs(
+        lambda items: (found := made(items)) | {"pixel_values": found["pixel_values"][::-1].copy()}
+    )
+    causes = find_causes(pair, pair.request, completion, bound)
+    with_inputs(made)
+    assert difference > bound.value and causes[0].startswith("pictures: the generator sees another one: "), causes
 
 
 async def test_content_that_is_not_there_is_refused(seeing):

@@ -122,6 +122,10 @@ def started_seeing(engine: str, path: Path, options: Any = None) -> Pair:
     context = context_of(engine, str(path), options, sequence_length=128, pictures=True)
     generator = STRATEGIES.get(engine)(context)
     generator.setup()
+    return seeing_pair(path, generator)
+
+
+def seeing_pair(path: Path, generator: Any) -> Pair:
     pair = Pair(path, generator, 1.0, pictures=True)
     tokenizer, pictures = AutoTokenizer.from_pretrained(path), Pictures(path)
     prompt = pictured_prompt(tokenizer, "native", pictures)

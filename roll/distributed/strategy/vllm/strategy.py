@@ -31,7 +31,7 @@ from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
 from roll.data.batch import Batch
 from roll.data.columns import IntArray, Item
-from roll.data.identity import spans_along, vocabulary_ids
+from roll.data.identity import items_along, spans_along, vocabulary_ids
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy import MissingEngineError, require_engine
 from roll.distributed.strategy.base import States, StrategyContext
@@ -228,6 +228,12 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
     def layer_outputs(self, row: Batch) -> dict[str, Tensor]:
         return self._loop.submit(self._layer_outputs(row.tokens_T.numpy())).result()
 
+    def pictures_seen(self, row: Batch) -> dict[str, Tensor]:
+        items = () if row.items_I is None else row.items_I[0]
+        if not (along := items_along(row.tokens_T, items)):
+            return {}
+        return self._loop.submit(self._pictures_seen(row.tokens_T.numpy(), [item for _, item in along])).result()
+
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         return self._loop.submit(self._now_at(version, recompute_kv))
 
@@ -339,8 +345,15 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             await self._score("the layers of a probe", token_ids, ())
         finally:
             (told, *_) = await self._rpc("roll_layers", len(token_ids))
-        found = {name: np.frombuffer(values, dtype=np.float32).reshape(shape) for name, (shape, values) in told.items()}
-        return {name: torch.from_numpy(output.copy()) for name, output in found.items()}
+        return _tensors(told)
+
+    async def _pictures_seen(self, token_ids: IntArray, items: Sequence[Item]) -> dict[str, Tensor]:
+        await self._rpc("roll_look")
+        try:
+            await self._score("the pictures of a probe", token_ids, items)
+        finally:
+            (told, *_) = await self._rpc("roll_pictures", [item.hash for item in items])
+        return _tensors(told)
 
     async def _last_output(
         self, name: str, token_ids: IntArray, items: Sequence[Item], sampling: VllmSamplingParams
@@ -428,6 +441,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         # Old entries could not be found any more; without running requests the reset also frees them at once.
         if recompute_kv or not self._open:
             await self._engine.reset_prefix_cache(reset_running_requests=recompute_kv, reset_connector=recompute_kv)
+            if self.context.pictures:  # requests in flight know their features by the name of the old weights
+                await self._engine.reset_encoder_cache()
 
     async def _sleep(self, leaving: States) -> None:
         if self._on_cpu:
@@ -446,6 +461,11 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         """Calls a ``WorkerExtension`` method in every worker process; their answers by rank."""
         answers: list[Any] = await self._engine.collective_rpc(method, args=args)
         return answers
+
+
+def _tensors(told: Mapping[str, tuple[Sequence[int], bytes]]) -> dict[str, Tensor]:
+    found = {name: np.frombuffer(values, dtype=np.float32).reshape(shape) for name, (shape, values) in told.items()}
+    return {name: torch.from_numpy(output.copy()) for name, output in found.items()}
 
 
 _KEPT = 16

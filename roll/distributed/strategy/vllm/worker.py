@@ -136,6 +136,42 @@ class WorkerExtension:
         seen = self._roll_watch.end(num_tokens)
         return {name: (list(output.shape), output.contiguous().numpy().tobytes()) for name, output in seen.items()}
 
+    def roll_look(self) -> None:
+        """Notes from now on what is put into the model of pictures, by their hashes."""
+        runner = self.model_runner
+        seen: dict[str, tuple[Any, Tensor]] = {}
+        gather = runner._gather_mm_embeddings
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            for feature in (each for request in runner.requests.values() for each in request.mm_features):
+                if feature.data is not None and feature.identifier in runner.encoder_cache:
+                    name = feature.identifier.rpartition(" ")[2]  # behind that of the weights
+                    seen[name] = feature.data, runner.encoder_cache[feature.identifier]
+            return gather(*args, **kwargs)
+
+        runner._gather_mm_embeddings = note
+        self._roll_look = gather, seen
+
+    def roll_pictures(self, hashes: Sequence[str]) -> dict[str, tuple[list[int], bytes]]:
+        """Shape and values of ``evidence.pictures_seen`` since ``roll_look``; nothing if a picture was not there.
+
+        Args:
+            hashes: of the pictures in the places of a prompt.
+        """
+        from roll.distributed.strategy.evidence import FEATURES
+
+        self.model_runner._gather_mm_embeddings, seen = self._roll_look
+        if not seen.keys() >= {*hashes}:
+            return {}
+        given = [seen[each][0] for each in dict.fromkeys(hashes)]
+        names = ("pixel_values", "image_grid_thw")
+        rows = {name: [each[name].data for each in given] for name in names}
+        parts = {name: torch.cat([each.view(-1, each.shape[-1]) for each in found]) for name, found in rows.items()}
+        width = self.model_config.get_hidden_size()  # behind it stands what Qwen3-VL adds behind its first layers
+        parts[FEATURES] = torch.cat([seen[each][1][:, :width] for each in hashes])
+        values = {name: each.detach().float().cpu().contiguous() for name, each in parts.items()}
+        return {name: (list(each.shape), each.numpy().tobytes()) for name, each in values.items()}
+
 
 def _end_with(owner: int) -> None:
     """A strategy that is killed says no word to vLLM, whose processes would go on and keep the device's memory."""
