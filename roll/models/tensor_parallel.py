@@ -8,7 +8,7 @@ this rank's heads and units. Embeddings and the output layer stay whole. Split p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from roll.configs.engines.fsdp2 import LAYERS_OF
 
@@ -70,7 +70,8 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
     trunk: Any = model.base_model
     layers = getattr(trunk, "language_model", trunk)
     prefix = next(name for name, module in model.named_modules() if module is layers)
-    return {f"{prefix}.{name}": style for name, style in CONFIG_MAPPING[other]().base_model_tp_plan.items()}
+    styles = cast("dict[str, str]", CONFIG_MAPPING[other]().base_model_tp_plan)
+    return {f"{prefix}.{name}": style for name, style in styles.items()}
 
 
 def check_even(model: PreTrainedModel, size: int, key: str) -> None:

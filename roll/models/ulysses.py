@@ -16,7 +16,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from roll.models import planned_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from roll.models.pictures import Tower
 
 PREFIX = "roll_ulysses_"
 FLASH = "flash_attention_2"
@@ -128,7 +130,7 @@ def score_shared_input(
     positions_RC = inputs.position_ids_RC
     rows = _shared_rows(inputs, group).to(device)
     experts_NE = None if inputs.experts_NE is None else inputs.experts_NE.unflatten(0, (-1, columns))
-    tower = getattr(scorer, "module", scorer).tower
+    tower: Tower | None = cast(Any, getattr(scorer, "module", scorer)).tower
     pictures = None if tower is None else tower.of_batch(inputs)
     outputs = scorer(
         _slice(inputs.input_ids_RC, width, group).to(device),
