@@ -75,8 +75,8 @@ from roll.utils.memory import relax_gc
 PLACEMENT_S, ROUTES_S, SHARE = 1.0, 0.2, 0.05
 TRAINERS, GENERATORS, ROLLOUT_WORKERS, MEMBERS = 512, 1_024, 64, 8
 FULL_ROWS, FULL_LENGTH = 16_384, 8_192
-LEAST = 256
-"""Shortest rows from which longer ones can be forecast."""
+LEAST = 8_192
+"""Tokens of a rank's share from which larger ones can be forecast: short columns are not sent as runs."""
 PROMPT_SHARE = 8
 """A prompt is this part of a row."""
 VOCABULARY = 151_936
@@ -655,9 +655,10 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=0, help="Experts of a token that answers come with")
     parser.add_argument("--kept", type=int, default=0, help="Ids of the kept set of a token; 0: none")
     args = parser.parse_args()
-    if not LEAST <= args.lengths[0] < args.lengths[1]:
-        least = f"ascending numbers from {LEAST} on: shorter columns are not sent as runs, and forecast too many bytes"
-        parser.error(f"--lengths: got {args.lengths[0]} {args.lengths[1]}, expected {least}")
+    short, long = args.lengths
+    if not -(-LEAST * TRAINERS // args.rows) <= short < long:
+        least = f"ascending, from {-(-LEAST * TRAINERS // args.rows):,} on with --rows {args.rows:,}"
+        parser.error(f"--lengths: got {short} {long}, expected {least}: {TRAINERS} ranks get {LEAST:,} tokens each")
     torch.set_num_threads(1)
     relax_gc()  # as a run's driver does
     report = Report()
