@@ -610,7 +610,7 @@ def _is_here(model: str) -> bool:
 
 
 def check_adapted_classifier(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """A reward model of some families is trained whole alone."""
+    """A reward model of some families is trained whole, without an adapter."""
     if not (config.trains_scores and config.uses_lora) or (whole := whole_config(config, "actor_train")) is None:
         return
     from roll.models.loading import adapted_classifier_problem

@@ -1,22 +1,28 @@
 """A reward model that sees: its scores are those of Transformers' trunk and the head's weights, in float64."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModel
 
 from roll.configs.rewards import RewardConfig
 from roll.data.batch import Batch
 from roll.data.columns import Item
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
 from roll.models.loading import classifier_class, load_config
+from roll.models.lora import SCORE_NAME
 from roll.models.pictures import FAMILIES
-from roll.rewards.classifiers import RewardModelConfig
+from roll.preflight import models as preflight
+from roll.rewards.classifiers import RewardModelConfig, load_classifier
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import sees
 from roll.rewards.scoring import unseen
@@ -126,6 +132,24 @@ def test_what_cannot_be_shown_has_no_score(models):
     found = scores(models("qwen3_vl"), amiss, max_length=64)
     assert all(isinstance(each, RewardError) for each in found)
     assert "2 places for pictures" in str(found[0]) and "one with pictures is never cut" in str(found[1])
+
+
+def test_adapters_that_were_not_compared_are_refused(models, tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed")
+    content = {"base_model_name_or_path": str(models("qwen2_5_vl")), "task_type": CLASSIFIES, "peft_type": "LORA"}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(content))
+    save_file({SCORE_NAME: torch.ones(1, 64)}, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ValueError, match="an adapter of a reward model of the family qwen2_5_vl was not compared"):
+        load_classifier(RewardModelConfig(model_path=str(tmp_path)))
+    config = SimpleNamespace(
+        trains_scores=True,
+        uses_lora=True,
+        actor_train=SimpleNamespace(model_args=SimpleNamespace(lora_target="all-linear")),
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        for family, expected in (("qwen2_5_vl", 1), ("qwen3_vl", 0)):
+            patched.setattr(preflight, "whole_config", lambda *_, kind=family: SimpleNamespace(model_type=kind))
+            assert len(list(preflight.check_adapted_classifier(config))) == expected
 
 
 def test_it_says_whether_it_sees(models):
