@@ -128,6 +128,8 @@ def no_pictures(config: PipelineConfig) -> str:
         card = worker.strategy_args.card
         if card is not None and (why := card.no_pictures(worker)):
             return f"{role}'s {worker.strategy_args.strategy_name} {why}"
+    if config.trains_scores and config.actor_train.strategy_args.strategy_name == "megatron_train":
+        return "actor_train's megatron_train has not trained a reward model that sees"
     return ""
 
 

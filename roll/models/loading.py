@@ -450,15 +450,15 @@ def classifier_class(config: PreTrainedConfig) -> Any:
     return type(name, (_OfConfig, GenericForSequenceClassification, base), {})
 
 
-_ADAPTED_CLASSIFIERS = ("qwen3_vl",)
-"""Families whose adapters were compared, of those without a classifier of Transformers' own."""
+ADAPTED_CLASSIFIERS = ("qwen3_vl",)
+"""Families with pictures whose classifiers were compared with an adapter."""
 
 
 def adapted_classifier_problem(model_type: str) -> str:
     """Why a classifier is not an adapter beside its base, in words; empty if it may be."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    known = (*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, *_ADAPTED_CLASSIFIERS)
+    known = (*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, *ADAPTED_CLASSIFIERS)
     if model_type not in FAMILIES or model_type in known:
         return ""
     return f"an adapter of a reward model of the family {model_type} was not compared with plain Transformers"

@@ -544,11 +544,15 @@ def pictures_refused(config: PipelineConfig) -> str:
             if key == "pretrain":  # the renderer says so
                 continue
             return f"{key} is a model without pictures"
-        from roll.models.pictures import FAMILIES  # brings torch
+        from roll.models.loading import ADAPTED_CLASSIFIERS  # brings torch
+        from roll.models.pictures import FAMILIES
 
         if entries.get("model_type") not in FAMILIES:
             families = ", ".join(FAMILIES)
             return f"{key} is of the family {entries.get('model_type')}, expected one that was compared: {families}"
+        if config.trains_scores and config.uses_lora and entries["model_type"] not in ADAPTED_CLASSIFIERS:
+            compared = ", ".join(ADAPTED_CLASSIFIERS)
+            return f"adapters of reward models that see were compared on {compared}, not on {entries['model_type']}"
         for role, worker in config.roles.items():
             card = worker.strategy_args.card
             if card is not None and (why := card.blind_to(entries["model_type"], worker)):

@@ -16,7 +16,7 @@ from roll.configs import SHIPPED
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
 from roll.configs.offline import SFTConfig
-from roll.configs.preference import DPOConfig
+from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.files import DataError
 from roll.pipeline.offline.dpo import _load as load_pairs
@@ -24,6 +24,7 @@ from roll.pipeline.offline.pipeline import load_datasets, load_sft_data
 from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine
+from roll.preflight.models import pictures_refused
 from roll.preflight.templates import policy_renderer
 from tests.support.picture_models import make_processor
 
@@ -122,6 +123,20 @@ def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, t
     gemma = make_processor(tmp_path / "gemma", "gemma3")
     _, (problem,) = check_data(load(f"pretrain={gemma}", "actor_train.model_args.ulysses_size=2"))
     assert "actor_train's fsdp2_train was not compared on gemma3 with ulysses_size 2, but on" in problem.hint
+
+
+def test_reward_models_that_see_are_trained_as_they_were_compared(tmp_path):
+    """Not by Megatron, and with an adapter of one family alone."""
+
+    def refused(model: Path, **section: Any) -> str:
+        worker = {"strategy_args": {"strategy_name": "fsdp2_train"}} | section
+        return pictures_refused(RewardTrainingConfig.model_validate({"pretrain": str(model), "actor_train": worker}))
+
+    adapter = {"model_args": {"lora_target": "q_proj"}}
+    gemma, qwen = make_processor(tmp_path / "gemma", "gemma3"), make_processor(tmp_path / "qwen")
+    assert not refused(qwen) and not refused(gemma) and not refused(qwen, **adapter)
+    assert "were compared on qwen3_vl, not on gemma3" in refused(gemma, **adapter)
+    assert "megatron_train" in refused(qwen, strategy_args={"strategy_name": "megatron_train"})
 
 
 def test_conversations_are_read_too(tmp_path, capsys):
