@@ -128,8 +128,9 @@ def no_pictures(config: PipelineConfig) -> str:
         card = worker.strategy_args.card
         if card is not None and (why := card.no_pictures(worker)):
             return f"{role}'s {worker.strategy_args.strategy_name} {why}"
-    if config.trains_scores and config.actor_train.strategy_args.strategy_name == "megatron_train":
-        return "actor_train's megatron_train has not trained a reward model that sees"
+    chosen = config.actor_train.strategy_args
+    if config.trains_scores and chosen.card is not None and not chosen.card.scores_pictures:
+        return f"actor_train's {chosen.strategy_name} has not trained a reward model that sees"
     return ""
 
 

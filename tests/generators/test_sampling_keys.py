@@ -11,12 +11,16 @@ from roll.configs.loader import load_config
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import GeneratingArguments
 from roll.data.requests import GenerateRequest, SamplingParams, sampling_params
+from roll.distributed.strategy.sglang.strategy import Prompts as SglangPrompts
 from roll.distributed.strategy.sglang.strategy import SglangStrategy
 from roll.distributed.strategy.vllm.strategy import FIRST_TEMPERATURE, FIRST_TOP_K, VllmStrategy
 
 VOCABULARY, STOPS = 99, [7, 8]
 ENGINE: Any = SimpleNamespace(
-    vocab_size=VOCABULARY, _outline=SimpleNamespace(stop_ids=STOPS), seed_of=lambda request: request.params.seed
+    vocab_size=VOCABULARY,
+    _outline=SimpleNamespace(stop_ids=STOPS),
+    _prompts=SglangPrompts(None),
+    seed_of=lambda request: request.params.seed,
 )
 """What the strategies read of themselves to write a request for their engine."""
 
@@ -86,7 +90,7 @@ def for_vllm(request: GenerateRequest) -> dict[str, Any]:
 
 
 def for_sglang(request: GenerateRequest) -> dict[str, Any]:
-    _, _, sampling = SglangStrategy._call(ENGINE, request, "rid", 50)
+    _, _, _, sampling = SglangStrategy._call(ENGINE, request, "rid", 50)
     return {**sampling.pop("custom_params"), **sampling}
 
 

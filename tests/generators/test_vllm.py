@@ -243,7 +243,7 @@ def test_logits_of_prompts_are_computed_for_some_tokens_at_a_time(monkeypatch):
 def test_a_connector_of_keys_and_values_is_vllms_own(tmp_path):
     given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     (tmp_path / "config.json").write_text("{}")
-    outline: Any = SimpleNamespace(dtype=torch.bfloat16)
+    outline: Any = SimpleNamespace(dtype=torch.bfloat16, text_config=SimpleNamespace(model_type="qwen2"))
     made = engine_arguments(
         context_of("vllm", str(tmp_path)), VllmConfig(kv_transfer_config=given), outline, on_cpu=False
     )

@@ -147,6 +147,8 @@ class EngineCard:
     """Tells what truncated sampling has left for each sampled token (``replay_kept_sets``)."""
     scores_kept_sets: ClassVar[bool] = False
     """Computes log-probs among kept sets."""
+    scores_pictures: ClassVar[bool] = True
+    """It was compared on reward models that see, if it trains."""
     pictured: ClassVar[tuple[str, ...] | None] = None
     """Values of ``model_type`` on whose pictures it was compared; ``None``: all that ``roll.models.pictures`` has."""
     keeps_kv: ClassVar[bool] = True

@@ -308,6 +308,7 @@ class MegatronCard(EngineCard):
             yield from _expert_problems(role, worker, options)
             yield from _recompute_problems(role, worker, options)
 
+    scores_pictures = False
     pictured = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "mistral3")
 
     def no_pictures(self, worker: WorkerConfig) -> str:

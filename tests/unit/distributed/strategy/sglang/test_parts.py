@@ -34,7 +34,7 @@ def params_of(seed: int, prompt: list[int], **changes: Any) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     }
-    request = SimpleNamespace(origin_input_ids=prompt, output_ids=[])
+    request = SimpleNamespace(origin_input_ids=prompt, origin_input_ids_unpadded=prompt, output_ids=[])
     return {**defaults, **changes, "seed": seed, "prompt_len": len(prompt), "__req__": request}
 
 
