@@ -161,18 +161,16 @@ def main() -> None:
             figures[f"{name}/transformers"] = max(
                 run_transformers(model, requests, clients) for _ in range(args.repeats)
             )
+            print(f"{name}: transformers generate {figures[f'{name}/transformers']:,.0f} tokens/s", flush=True)
         for engine_name in args.engines.split(","):
             if not installed(engine_name):
                 print(f"{engine_name}: not installed", flush=True)
                 continue
             figures |= measure(engine_name, path, workloads, args.repeats)
-        for name in workloads:
-            theirs = figures[f"{name}/transformers"]
-            print(f"{name}: transformers generate {theirs:,.0f} tokens/s", flush=True)
-            for engine_name in args.engines.split(","):
-                if (ours := figures.get(f"{name}/{engine_name}")) is not None:
-                    figures[f"{name}/{engine_name}/ratio"] = ours / theirs
-                    print(f"{name}: {engine_name} {ours:,.0f} tokens/s, {ours / theirs:.2f} of it", flush=True)
+            for name in workloads:
+                ours, theirs = figures[f"{name}/{engine_name}"], figures[f"{name}/transformers"]
+                figures[f"{name}/{engine_name}/ratio"] = ours / theirs
+                print(f"{name}: {engine_name} {ours:,.0f} tokens/s, {ours / theirs:.2f} of it", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
