@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -26,8 +27,25 @@ from roll.data.stored import Stored
 MISMATCH_MAX = "mismatch/logprob_diff_max"
 MISMATCH = ("mismatch/logprob_diff_mean", MISMATCH_MAX, "mismatch/k3")
 """Metrics of ``mismatch_metrics``."""
-_WITH_WEIGHTS = 8
-"""Figures of ``compared`` with weights."""
+
+
+class Compared(IntEnum):
+    """What K counts in ``mismatch_BVK``: figures of sampled tokens of a row that one version has sampled."""
+
+    VERSION = 0
+    """0 without ``rollout_versions_T``."""
+    TOKENS = 1
+    GAPS = 2
+    """Sum of |log p training - log p sampling|."""
+    LARGEST_GAP = 3
+    KL = 4
+    """Sum of the estimated KL."""
+    WEIGHTS = 5
+    """Sum of the importance weights, cut to ``upper_bound``; from here on only where weights are on."""
+    AT_BOUND = 6
+    """Tokens whose weight is ``upper_bound`` after cutting."""
+    ABOVE_BOUND = 7
+    """Tokens whose weight was larger before."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +168,8 @@ def compared(batch: Batch, is_weight: IsWeightConfig | None = None) -> Batch:
     """The batch with ``mismatch_BVK`` and, where weights are on, ``importance_T``; as it is without both log-probs.
 
     Sums of rows, and no row's weight depends on another's: it does not matter which rank has which row. V counts the
-    runs of a row's sampled tokens that one version has sampled, in their order. What K counts, of each run: the version
-    (0 without ``rollout_versions_T``), the tokens, the sum and the maximum of |log p training - log p sampling|, the
-    sum of the estimated KL; with weights also their sum, how many are ``upper_bound`` after cutting, and how many were
-    more before. Rows of fewer runs than others have runs of 0 tokens behind. NaN where a log-prob is not finite.
+    runs of a row's sampled tokens that one version has sampled, in their order, K their figures (``Compared``). Rows of
+    fewer runs than others have runs of 0 tokens behind. NaN where a log-prob is not finite.
     """
     if batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
         return batch
@@ -208,9 +224,10 @@ def weights_of_ranks(batch: Batch, config: IsWeightConfig) -> dict[str, float]:
         return {}
     totals_K = found_BVK.sum(1)[batch.rows_with_loss].sum(0)
     num_tokens = int(batch.loss_mask_T.sum())
-    if int(totals_K[1]) != num_tokens or batch.on_policy_B is not None or not num_tokens:
+    if int(totals_K[Compared.TOKENS]) != num_tokens or batch.on_policy_B is not None or not num_tokens:
         return {}
-    return {"mean": float(totals_K[5] / num_tokens), "capped": float(totals_K[6] / num_tokens)}
+    means_K = totals_K / num_tokens
+    return {"mean": float(means_K[Compared.WEIGHTS]), "capped": float(means_K[Compared.AT_BOUND])}
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
@@ -226,8 +243,9 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     num_tokens = int(batch.loss_mask_T.sum())
     if found_BVK is None or not num_tokens:
         return {}
-    total_BV, most_BV, kl_BV = found_BVK[:, :, 2:5].unbind(2)
-    figures = float(total_BV.sum() / num_tokens), float(most_BV.max()), float(kl_BV.sum() / num_tokens)
+    total, kl = (found_BVK[:, :, figure].sum() for figure in (Compared.GAPS, Compared.KL))
+    largest = found_BVK[:, :, Compared.LARGEST_GAP].max()
+    figures = float(total / num_tokens), float(largest), float(kl / num_tokens)
     return dict(zip(MISMATCH, figures, strict=True))
 
 
@@ -250,12 +268,12 @@ def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConf
     if (versions_T := batch.rollout_versions_T) is None:
         return {}
     is_weight, filters = config.is_weight, [each for each in config.filters if each.enabled]
-    if batch.mismatch_BVK is None or (is_weight.enabled and batch.mismatch_BVK.shape[2] < _WITH_WEIGHTS):
+    if batch.mismatch_BVK is None or (is_weight.enabled and batch.mismatch_BVK.shape[2] < len(Compared)):
         batch = compared(batch, is_weight)
     if (found_BVK := batch.mismatch_BVK) is None:
         return {}
-    runs_NK = found_BVK[found_BVK[:, :, 1] > 0]
-    lag_N, lag_M = version - runs_NK[:, 0].long(), torch.empty(0)
+    runs_NK = found_BVK[found_BVK[:, :, Compared.TOKENS] > 0]
+    lag_N, lag_M = version - runs_NK[:, Compared.VERSION].long(), torch.empty(0)
     rejected_M = None
     if filters:
         lag_M = version - versions_T[batch.loss_mask_T]
@@ -264,10 +282,10 @@ def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConf
     for lag in lag_N.unique().tolist():
         of_lag_NK = runs_NK[lag_N == lag]
         totals = of_lag_NK.sum(0).tolist()
-        metrics[f"async/log_ratio_mean_{lag}"] = totals[2] / totals[1]
-        metrics[f"async/log_ratio_max_{lag}"] = float(of_lag_NK[:, 3].max())
+        metrics[f"async/log_ratio_mean_{lag}"] = totals[Compared.GAPS] / totals[Compared.TOKENS]
+        metrics[f"async/log_ratio_max_{lag}"] = float(of_lag_NK[:, Compared.LARGEST_GAP].max())
         if is_weight.enabled and is_weight.upper_bound is not None:
-            metrics[f"async/truncated_{lag}"] = totals[7] / totals[1]
+            metrics[f"async/truncated_{lag}"] = totals[Compared.ABOVE_BOUND] / totals[Compared.TOKENS]
         if rejected_M is not None:
             metrics[f"async/rejected_{lag}"] = mean(rejected_M[lag_M == lag])
     return metrics

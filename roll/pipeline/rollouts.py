@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from roll.algorithms.correction import mismatch_of_rows
+from roll.algorithms.correction import Compared, mismatch_of_rows
 from roll.configs.pipeline import TINIES
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
@@ -608,7 +608,7 @@ def _telling_rows(batch: Batch) -> list[int]:
     advantage_B = zeros_B.index_add(0, rows_T[mask_T], batch.advantages_T[mask_T].double()) / counts_B
     found = [int(advantage_B.argmax()), int(advantage_B.argmin())]
     if (mismatch_BVK := mismatch_of_rows(batch)) is not None:
-        moved_B = mismatch_BVK[:, :, 2].sum(1).nan_to_num(0.0) / counts_B
+        moved_B = mismatch_BVK[:, :, Compared.GAPS].sum(1).nan_to_num(0.0) / counts_B
         on_policy_B = torch.zeros_like(zeros_B).bool() if batch.on_policy_B is None else batch.on_policy_B
         found.append(int(moved_B.masked_fill(on_policy_B, -1.0).argmax()))
     found.append(int(advantage_B.abs().argmin()))

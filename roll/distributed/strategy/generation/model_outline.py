@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from roll.configs.engines.card import EngineCard
 
 
 class ModelOutline:
@@ -105,23 +107,16 @@ class ModelOutline:
         if context.lora is not None:
             adapted_layers(self._model, context.lora.targets, context.lora.excluded)
 
-    def tower(self, context: StrategyContext, engine: str, compared: Sequence[str]) -> Tower | None:
+    def tower(self, context: StrategyContext, card: EngineCard) -> Tower | None:
         """Layout of the model's pictures, without the tower's weights; ``None`` of a role whose prompts have none.
 
-        Args:
-            compared: values of ``model_type`` on whose pictures the engine was compared.
-
         Raises:
-            ValueError: it was not compared on the model's.
+            ValueError: the engine was not compared on pictures of the model's family.
         """
         if not context.pictures:
             return None
-        kind = self.config.model_type
-        if kind not in compared:
-            known = ", ".join(compared)
-            raise ValueError(
-                f"{context.role}: {engine} has not been compared on pictures of {kind}, expected one of {known}"
-            )
+        if why := card.blind_to(self.config.model_type, context.worker):
+            raise ValueError(f"{context.role}: {context.worker.strategy_args.strategy_name} {why}")
         return tower_of(self._model, context.model_path)
 
     def empty_adapter(self, spec: LoraSpec) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ class SglangStrategy(ScoringGenerator[dict[str, str]]):
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
             if context.pictures:
                 cpu.check_tower(self._outline.config, self._tp_size)
-        self._prompts = Prompts(self._outline.tower(context, self.name, CARD.pictured))
+        self._prompts = Prompts(self._outline.tower(context, CARD))
         started = time.monotonic()
         self._engine = EngineProcess(
             [self._config.python_executable or sys.executable, "-m", SERVER],

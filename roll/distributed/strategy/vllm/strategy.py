@@ -166,7 +166,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             raise MissingEngineError(
                 f"{context.role}: vllm needs torchvision for models that take pictures", name="torchvision"
             )
-        tower = self._outline.tower(context, self.name, CARD.pictured)
+        tower = self._outline.tower(context, CARD)
         if tower is not None:
             self._check_entries()
         self._prompts = Prompts(None if tower is None else tower.pictures, self._outline.dtype)
