@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import os
-import re
 import signal
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from roll.configs.engines.sglang import CARD, OWNED_OPTIONS, SglangConfig
 from roll.data.requests import GenerateRequest, SamplingParams
@@ -45,7 +43,7 @@ from tests.support.contract import (
     weights_of,
 )
 from tests.support.picture_models import make_picture_model
-from tests.support.probe_pair import Pair, exchange, started, started_seeing, to_int8
+from tests.support.probe_pair import SPOILED, Pair, exchange, started, started_seeing, wrong_names
 
 SGLANG = OPTIONS.get("sglang", {})
 if "sglang" not in os.environ.get("ROLL_GENERATORS", "sglang").split(","):
@@ -200,8 +198,6 @@ def assert_gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-Q = "model.layers.0.self_attn.q_proj.weight"
-Q1 = Q.replace("0", "1")
 FAULTS = Path(__file__).parents[1] / "support" / "sglang_faults.py"
 """Not imported: it prepares its process for SGLang."""
 
@@ -235,23 +231,6 @@ def pair_with_faults(root: Path, start: Callable[..., Pair], model: Path) -> Ite
     pair.generator.shutdown()
 
 
-def stale(tensors: dict[str, Tensor]) -> None:
-    weight = tensors[Q]
-    weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-
-
-SPOILED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "swapped": (lambda tensors: exchange(tensors[Q], tensors[Q1]), f"{Q} has the values of {Q1}"),
-    "stale": (stale, "of its size away, as if an update had not reached it"),
-    "transposed": (lambda tensors: tensors[Q].copy_(tensors[Q].T.clone()), f"{Q} is transposed"),
-    "quantised": (lambda tensors: to_int8(tensors[Q]), f"{Q} is rounded to int8"),
-    "number format": (
-        lambda tensors: tensors[Q].copy_(tensors[Q].to(torch.float8_e4m3fn).float()),
-        f"{Q} is rounded to float8_e4m3fn",
-    ),
-}
-
-
 @pytest.mark.parametrize("fault", SPOILED)
 def test_a_probe_names_a_wrong_tensor(faulty, monkeypatch, fault):
     pair, _ = faulty
@@ -266,10 +245,7 @@ def test_a_probe_names_a_wrong_tensor(faulty, monkeypatch, fault):
 
 def test_a_probe_names_right_bytes_under_wrong_names(faulty, monkeypatch):
     pair, _ = faulty
-    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-    monkeypatch.setattr(
-        pair, "rename", lambda name: re.sub("gate_proj|up_proj", lambda m: swap[m[0]], name) if "s.1." in name else name
-    )
+    monkeypatch.setattr(pair, "rename", wrong_names)
     pair.update()
     assert "gate_proj.weight has the values of model.layers.1.mlp.up_proj.weight" in pair.causes()[0]
     monkeypatch.undo()
@@ -281,8 +257,12 @@ def test_a_probe_names_right_bytes_under_wrong_names(faulty, monkeypatch):
     [
         ("hotter", {}, "temperature: both agree where the generator is asked for 0.57"),
         ("cut", {}, "a cut distribution"),
-        ("cut by top-p", {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        ("truncated", {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        ("truncated", {"top_k": 9}, "top_k: with 0 in place of 9 both agree"),
+        ("truncated", {"min_p": 0.05}, "min_p: with 0.0 in place of 0.05 both agree"),
         ("penalised", {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
+        ("penalised", {"presence_penalty": 1.0}, "presence_penalty: with 0.0 in place of 1.0 both agree"),
+        ("penalised", {"frequency_penalty": 1.0}, "frequency_penalty: with 0.0 in place of 1.0 both agree"),
         ("offset", {}, "token offset: what the generator reports for a token is what the trainer computes"),
         ("old keys and values", {}, "keys and values of old weights"),
         ("rope", {}, "layers: they part in model.layers.0"),

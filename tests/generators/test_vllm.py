@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,13 @@ from safetensors.torch import save_file
 
 from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.distributed.strategy import STRATEGIES, MissingEngineError, require_engine
+from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
-from roll.distributed.strategy.vllm import worker
+from roll.distributed.strategy.vllm import strategy, worker
 from roll.distributed.strategy.vllm.arguments import engine_arguments, engine_environment
-from roll.utils.foreign import environment
+from roll.models.tiny import make_tokenizer
+from roll.pipeline.probe import other_prompt
+from roll.utils.foreign import environment, replaced
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
@@ -35,6 +39,7 @@ from tests.support.contract import (
     requests_of,
     weights_of,
 )
+from tests.support.probe_pair import SPOILED, Pair, exchange, started, wrong_names
 
 pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
 if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
@@ -250,3 +255,137 @@ def test_a_connector_of_keys_and_values_is_vllms_own(tmp_path):
     assert made["kv_transfer_config"].kv_connector == "OffloadingConnector"
     keys = [key for key, _ in CARD.untested(VllmConfig(kv_transfer_config=given, enable_expert_parallel=True))]
     assert keys == ["enable_expert_parallel", "kv_transfer_config"]
+
+
+@pytest.fixture(scope="module")
+def faulty(model_path):
+    """A pair whose engine has the faults that it is told to have."""
+    with faulty_workers():
+        pair = started("vllm", Path(model_path("tied", 0)), sequence_length=256)
+    yield pair
+    pair.generator.shutdown()
+
+
+def faulty_workers():
+    """Engines that start meanwhile have ``FaultyWorker``."""
+
+    def with_faults(*args: Any, **named: Any) -> dict[str, Any]:
+        own = engine_arguments(*args, **named)
+        return own | {"worker_extension_cls": "tests.support.vllm_faults.FaultyWorker"}
+
+    return replaced(strategy, engine_arguments=with_faults)
+
+
+def plant(pair: Pair, fault: str) -> None:
+    pair.generator._loop.submit(pair.generator._rpc("roll_plant", fault)).result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [*SPOILED, "wrong names"])
+def test_a_probe_names_a_wrong_tensor(faulty, monkeypatch, fault):
+    """By its layer, and where it comes right when it is sent again, as what vLLM calls it: joined with others."""
+    number, joined = (1, "mlp.gate_up_proj") if fault == "wrong names" else (0, "self_attn.qkv_proj")
+    with monkeypatch.context() as patch:
+        if fault == "wrong names":
+            patch.setattr(faulty, "rename", wrong_names)
+        else:
+            patch.setattr(faulty, "spoil", SPOILED[fault][0])
+        faulty.update()
+        assert f"they part in model.layers.{number}, whose output" in faulty.causes()[-1], "sent again as wrong"
+    again, named, layer = faulty.causes()
+    assert again.startswith("tensors: both agree since the same weights were sent again")
+    assert named.startswith("tensors that changed") and f"model.layers.{number}.{joined}.weight" in named
+    assert f"they part in model.layers.{number}, whose output" in layer
+    assert faulty.difference()[0] < 1e-4, "a right pair"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "changes", "words"),
+    [
+        ("hotter", {}, "temperature: both agree where the generator is asked for 0.57"),
+        ("cut", {}, "a cut distribution"),
+        ("processed", {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        ("processed", {"top_k": 9}, "top_k: with 0 in place of 9 both agree"),
+        ("processed", {"min_p": 0.05}, "min_p: with 0.0 in place of 0.05 both agree"),
+        ("processed", {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
+        ("processed", {"presence_penalty": 1.0}, "presence_penalty: with 0.0 in place of 1.0 both agree"),
+        ("processed", {"frequency_penalty": 1.0}, "frequency_penalty: with 0.0 in place of 1.0 both agree"),
+        ("rope", {}, "layers: they part in model.layers.0"),
+        ("tied weight apart", {}, "part behind them"),
+        ("final soft cap", {}, "part behind them"),
+    ],
+)
+def test_a_probe_names_what_the_engine_does_otherwise(faulty, monkeypatch, fault, changes, words):
+    params = replace(faulty.request.params, **changes)
+    monkeypatch.setattr(faulty, "request", replace(faulty.request, params=params))
+    plant(faulty, "")
+    assert not faulty.causes()
+    plant(faulty, fault)
+    causes = faulty.causes()
+    plant(faulty, "")
+    faulty.update()
+    assert words in " ".join(causes), causes
+
+
+@pytest.mark.slow
+def test_a_probe_names_a_token_offset(faulty, monkeypatch):
+    right = faulty.generator.completion
+    monkeypatch.setattr(
+        faulty.generator,
+        "completion",
+        lambda request, ids, logprobs, *args, **named: right(
+            request, ids, [*logprobs[1:], logprobs[0]], *args, **named
+        ),
+    )
+    (cause,) = faulty.causes()
+    assert cause.startswith("token offset")
+
+
+@pytest.mark.slow
+def test_a_probe_names_keys_and_values_of_old_weights(faulty, monkeypatch):
+    """Of a prompt with a block, of 128 tokens on a CPU; that of a run's probe is shorter."""
+    ids = np.resize(faulty.request.prompt_ids, 140)
+    monkeypatch.setattr(faulty, "request", replace(faulty.request, prompt_ids=ids))
+    faulty.update()
+    assert not faulty.causes()
+
+    async def forgets_nothing(*_: Any) -> None:
+        """As if the cache were neither emptied nor named anew."""
+
+    monkeypatch.setattr(faulty.generator, "_now_at", forgets_nothing)
+    with torch.no_grad():
+        for parameter in faulty.trainer.weights.scorer.model.parameters():
+            parameter *= 1.1
+    faulty.update()
+    (cause,) = faulty.causes()
+    assert cause.startswith("keys and values of old weights")
+    monkeypatch.undo()
+    faulty.update()
+
+
+@pytest.mark.slow
+def test_a_probe_names_another_chat_template(faulty):
+    generator, own = faulty.generator, probe_prompt(make_tokenizer(), "chatml")
+    for template, differs in (("chatml", False), ("qwen2", True)):
+        with replaced(generator, context=replace(generator.context, template=template)):
+            assert bool(problem := other_prompt(own, generator.settings())) == differs
+    assert problem is not None and problem.startswith("template or tokenizer")
+
+
+@pytest.mark.slow  # an engine of its own for each
+@pytest.mark.parametrize("family", ["experts", "untied"])
+def test_a_probe_names_the_layer_of_experts_and_adapters(model_path, family):
+    lora = LORA if family == "untied" else None
+    pair = started("vllm", Path(model_path(family, 0)), lora)
+    try:
+        assert not pair.causes()
+        if lora is None:
+            names = [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (0, 1)]
+            pair.spoil = lambda tensors: exchange(*(tensors[name] for name in names))
+            pair.update()
+        else:  # the base again, without the adapter
+            asyncio.run(pair.generator.update_weights(buckets_of(weights_of(load(model_path(family, 0)))), 1))
+        assert "they part in model.layers.0" in " ".join(causes := pair.causes()), causes
+    finally:
+        pair.generator.shutdown()

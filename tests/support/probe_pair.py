@@ -1,6 +1,7 @@
 """A trainer and a generator in this process, between which tests plant faults for the probe."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,9 +104,11 @@ class Pair:
         return find_causes(self, self.request, completion, bound) if difference > bound.value else []
 
 
-def started(engine: str, path: Path, lora: LoraSpec | None = None, options: Any = None) -> Pair:
+def started(
+    engine: str, path: Path, lora: LoraSpec | None = None, options: Any = None, sequence_length: int = 64
+) -> Pair:
     """A pair whose weights are no longer those of the folder, so that one that was not sent shows."""
-    context = context_of(engine, str(path), options, sequence_length=64, lora=lora, temperature=0.8)
+    context = context_of(engine, str(path), options, sequence_length=sequence_length, lora=lora, temperature=0.8)
     generator = STRATEGIES.get(engine)(context)
     generator.setup()
     pair = Pair(path, generator, 0.8, lora)
@@ -142,3 +145,31 @@ def exchange(first: torch.Tensor, second: torch.Tensor) -> None:
     kept = first.clone()
     first.copy_(second)
     second.copy_(kept)
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+Q1 = Q.replace("0", "1")
+
+
+def stale(tensors: dict[str, torch.Tensor]) -> None:
+    weight = tensors[Q]
+    weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+
+
+SPOILED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "swapped": (lambda tensors: exchange(tensors[Q], tensors[Q1]), f"{Q} has the values of {Q1}"),
+    "stale": (stale, "of its size away, as if an update had not reached it"),
+    "transposed": (lambda tensors: tensors[Q].copy_(tensors[Q].T.clone()), f"{Q} is transposed"),
+    "quantised": (lambda tensors: to_int8(tensors[Q]), f"{Q} is rounded to int8"),
+    "number format": (
+        lambda tensors: tensors[Q].copy_(tensors[Q].to(torch.float8_e4m3fn).float()),
+        f"{Q} is rounded to float8_e4m3fn",
+    ),
+}
+"""Of tensors on their way to a generator, with what is said where it can read them back by their names."""
+
+
+def wrong_names(name: str) -> str:
+    """Right bytes under wrong names, in the second layer."""
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    return re.sub("gate_proj|up_proj", lambda found: swap[found[0]], name) if "layers.1." in name else name

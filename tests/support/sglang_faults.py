@@ -22,11 +22,12 @@ def planted(fault: str) -> bool:
 def sample(logits_BV: torch.Tensor, rows: Any, *args: Any) -> Any:
     if planted("hotter"):
         return sampling.sample(logits_BV / 1.4, rows, *args)
-    if planted("penalised") and rows.penalty_B is not None:
-        penalised_BV = sampling._penalised(logits_BV, rows, args[1], None)
-        return sampling.sample(penalised_BV, replace(rows, penalty_B=None), *args)
+    if planted("penalised") and (rows.penalty_B is not None or rows.presence_B is not None):
+        _, seen_BV, _, count_BV, *_ = (*args, None)
+        penalised_BV = sampling._penalised(logits_BV, rows, seen_BV, count_BV)
+        return sampling.sample(penalised_BV, replace(rows, penalty_B=None, presence_B=None), *args)
     tokens_B, logprobs_B = sampling.sample(logits_BV, rows, *args)
-    if planted("cut") or (planted("cut by top-p") and rows.truncated_R is not None):
+    if planted("cut") or (planted("truncated") and rows.truncated_R is not None):
         all_BV = (logits_BV / rows.temperature_B[:, None]).log_softmax(-1)
         out_BV = all_BV < logprobs_B[:, None] - 0.5
         logprobs_B = all_BV.masked_fill(out_BV, -torch.inf).log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]

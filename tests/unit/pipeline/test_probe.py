@@ -203,16 +203,17 @@ def cut_by_itself(logits_BV, rows, *args):
     return tokens_B, all_BV.masked_fill(out_BV, -torch.inf).log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]
 
 
-def cut_by_top_p(logits_BV, rows, *args):
+def cut_where_asked(logits_BV, rows, *args):
     sample = sampling.sample if rows.truncated_R is None else cut_by_itself
     return sample(logits_BV, rows, *args)
 
 
 def penalised(logits_BV, rows, *args):
-    if rows.penalty_B is None:
+    if rows.penalty_B is None and rows.presence_B is None:
         return sampling.sample(logits_BV, rows, *args)
-    logits_BV = sampling._penalised(logits_BV, rows, *args[1:2], None)
-    return sampling.sample(logits_BV, replace(rows, penalty_B=None), *args)
+    _, seen_BV, _, count_BV, *_ = (*args, None, None, None)
+    logits_BV = sampling._penalised(logits_BV, rows, seen_BV, count_BV)
+    return sampling.sample(logits_BV, replace(rows, penalty_B=None, presence_B=None), *args)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +221,12 @@ def penalised(logits_BV, rows, *args):
     [
         (hotter, {}, "temperature: both agree where the generator is asked for 0.57"),
         (cut_by_itself, {}, "a cut distribution"),
-        (cut_by_top_p, {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        (cut_where_asked, {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+        (cut_where_asked, {"top_k": 9}, "top_k: with 0 in place of 9 both agree"),
+        (cut_where_asked, {"min_p": 0.05}, "min_p: with 0.0 in place of 0.05 both agree"),
         (penalised, {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
+        (penalised, {"presence_penalty": 1.0}, "presence_penalty: with 0.0 in place of 1.0 both agree"),
+        (penalised, {"frequency_penalty": 1.0}, "frequency_penalty: with 0.0 in place of 1.0 both agree"),
     ],
 )
 def test_a_wrong_sampling_setting_is_named(pair_of, monkeypatch, sample, changes, words):

@@ -120,11 +120,17 @@ class WorkerExtension:
         return self._roll_segments.take_released()
 
     def roll_sketch(self) -> dict[str, PlainSketch]:
-        """Of each parameter, under vLLM's names."""
+        """Of each parameter, under vLLM's names; of packed experts none."""
         from roll.distributed.strategy.evidence import Sketch
 
-        parameters = self.model_runner.get_model().named_parameters()
-        return {name: Sketch.of(each).plain() for name, each in parameters if each.numel()}  # of packed layers none
+        model = self.model_runner.get_model()
+        packed = {f"{name}.weight": each for name, each in model.named_modules() if hasattr(each, "cpu_linear")}
+        held = (
+            (name, each if each.numel() else unpacked(packed[name]))
+            for name, each in model.named_parameters()
+            if each.numel() or name in packed
+        )
+        return {name: Sketch.of(each).plain() for name, each in held}
 
     def roll_watch_layers(self) -> None:
         from roll.distributed.strategy.evidence import LayerWatch
@@ -288,6 +294,13 @@ def _with_rows(values_B: Tensor | None, own: Sequence[float | None]) -> Tensor |
         return values_B
     changed = torch.tensor([own[row] for row in rows], dtype=values_B.dtype, device=values_B.device)
     return values_B.index_copy(0, torch.tensor(rows, device=values_B.device), changed)
+
+
+def unpacked(layer: Any) -> Tensor:
+    """[O, I]: the weight of a layer that keeps it as a CPU kernel wants it: what it makes of each unit vector."""
+    size, at_once = getattr(layer, "input_size_per_partition", layer.input_size), 1024
+    units = (torch.eye(size, dtype=layer.weight.dtype)[first : first + at_once] for first in range(0, size, at_once))
+    return torch.cat([layer.cpu_linear(each, layer.weight, None) for each in units]).T
 
 
 def reset_cpu_experts(model: torch.nn.Module) -> None:
