@@ -86,13 +86,16 @@ def _verdict(record: RunRecord) -> tuple[bool, str]:
         was, now = held_out(record.before), held_out(record.after)
         (before, _), (after, _) = was, now
         low, high = difference_interval(*was, *now)
-        figures = (
+        held = (
             f"held-out success {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points, 95% interval "
-            f"{100 * low:+.1f} to {100 * high:+.1f}); {trend}"
+            f"{100 * low:+.1f} to {100 * high:+.1f})"
         )
+        figures = f"{held}; {trend}"
         rises = slope_in_sigma(rewards) >= MANY_SIGMA and high >= (late - early) / 2  # few were held out
-        if low > 0 or rises or min(after, record.late("rollout/success")) >= SOLVED > before:
+        if low > 0 or min(after, record.late("rollout/success")) >= SOLVED > before:
             return True, f"The run learns: {figures}."
+        if rises:
+            return True, f"The run learns, going by the {trend}; {held} is not beyond noise."
         if high < 0:
             return False, f"The policy got worse: {figures}."
         return False, f"No gain beyond noise: {figures}."

@@ -25,9 +25,10 @@ from roll.algorithms.shaping import Shaping, shape_rewards, with_old_policy
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
-from roll.rollout.metrics import kept_metrics, overlap_metrics
+from roll.rewards.scorer import best_reward
+from roll.rollout.metrics import REPETITIONS, kept_metrics, overlap_metrics
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.types import VALID_UNKNOWN, Collected, kept_steps, step_folder
+from roll.rollout.types import OVER_BUDGET, VALID_UNKNOWN, Collected, Turn, kept_steps, step_folder
 from roll.tracking.files import read_json_lines
 from roll.tracking.run import TRAINED
 from roll.utils.hashing import derive_seed
@@ -48,7 +49,7 @@ SCORES_FILE = "scores.safetensors"
 _WHY = {
     "rollout_dump_dir": "need every step's rollouts: set rollout_dump_dir",
     "num_written_episodes": "need all episodes of an evaluation: set num_written_episodes: null",
-    "trainer": "follow from what a model computes while it trains: entropies, gradients, later optimizer steps",
+    "trainer": "follow from what a model computes while it trains: entropies, gradients, later optimizer steps, ranks",
     "measured": "are measured: time, memory, and attempts that failed and left no rows",
     "other": "are not counted again",
 }
@@ -143,11 +144,12 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
                 rows = []  # some of them
             shaping = shaping if step == 0 else None  # running statistics have missed a step
         if rows:
-            of_tags = _of_tags(rows, "rollout")
+            of_tags = _of_tags(rows, "rollout") | _attained(rows, config, "rollout")
             found.compare(step, printed, counted(rows, "rollout") | of_tags | _kept(rows) | _of_domains(rows, config))
         held_out, most = _rows(run_dir, f"eval-{step:05d}"), config.num_written_episodes
         if held_out and (most is None or len(held_out) < most or len(held_out) == printed.get("eval/episodes")):
-            found.compare(step, printed, counted(held_out, "eval") | _of_tags(held_out, "eval"))
+            of_tags = _of_tags(held_out, "eval") | _attained(held_out, config, "eval")
+            found.compare(step, printed, counted(held_out, "eval") | of_tags)
     names = dict.fromkeys(name for printed in metrics for name in printed if name != "step")
     for name in names:
         if name not in found.checked:
@@ -226,13 +228,34 @@ def _of_domains(rows: Records, config: RLConfig) -> dict[str, float]:
     """``reward/<domain>/…``: scores, accuracies, and the verifiers' own numbers."""
     domains: dict[str, str] = getattr(config, "domains", {})
     found: dict[str, list[float]] = {}
+    sums = dict.fromkeys(["reward/over_budget", *(f"reward/{domain}/over_budget" for domain in domains.values())], 0.0)
     for row in rows:
         if (domain := domains.get(row["tag"])) is None:
             continue
+        for name in ("reward/over_budget", f"reward/{domain}/over_budget"):
+            sums[name] += OVER_BUDGET in row["info"]
         own = {name: value for name, value in row["info"].items() if "/" in name and isinstance(value, int | float)}
         for name, value in {"score": row["score"], "accuracy": row["success"], **own}.items():
             found.setdefault(f"reward/{domain}/{name}", []).append(float(value))
-    return {name: statistics.fmean(values) for name, values in found.items()}
+    return {name: statistics.fmean(values) for name, values in found.items()} | sums
+
+
+def _attained(rows: Records, config: RLConfig, prefix: str) -> dict[str, float]:
+    """The mean score as a share of the best possible one; where that is not known a success counts as 1."""
+    domains: dict[str, str] = getattr(config, "domains", {}) if getattr(config, "user", None) is None else {}
+    best = {tag: best_reward(cast(Any, config).rewards[domain]) for tag, domain in domains.items()}
+    shares = [row["score"] / most if (most := best.get(row["tag"])) else float(row["success"]) for row in rows]
+    return {f"{prefix}/attained": statistics.fmean(shares)}
+
+
+def _repetition(turns: Sequence[Turn]) -> float:
+    """Mean share of the runs of 8 tokens that were in the same response before, of evenly chosen turns."""
+    shares = []
+    for turn in turns[:: -(-len(turns) // REPETITIONS)]:
+        ids = turn.completion.token_ids.tolist()
+        runs = [tuple(ids[at : at + 8]) for at in range(len(ids) - 7)]
+        shares.append(1 - len({*runs}) / len(runs) if len(runs) > 1 else 0.0)
+    return statistics.fmean(shares)
 
 
 @dataclass(frozen=True)
@@ -259,7 +282,9 @@ def _of_rollouts(
     collected, batch = kept.groups, kept.batch(config)
     finished = [*collected.groups, *collected.rejected]
     prompts = [tuple(group.trajectories[0].turns[0].prompt_ids) for group in finished if group.trajectories]
+    turns = [turn for group in finished for trajectory in group.trajectories for turn in trajectory.turns]
     found = {
+        **({"rollout/repetition": _repetition(turns)} if turns else {}),
         "rollout/duplicate_prompts": 1 - len(set(prompts)) / max(1, len(prompts)),
         "rollout/filtered": float(len(collected.rejected)),
         **kept_metrics(finished),

@@ -15,7 +15,8 @@ from roll.rollout.tokenization_audit import COMPARED, REASONS, TOKENS, key_of
 from roll.rollout.tool_box import COUNTS
 from roll.rollout.types import AGENT, Collected, EpisodeEnd, RolloutGroup, Trajectory, figures_of
 
-_MEASURED = 64
+REPETITIONS = 64
+"""Turns of which ``repetition`` is the mean, at most."""
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
@@ -48,7 +49,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/response_tokens": mean(turn.completion.num_tokens for turn in turns),
         f"{prefix}/prompt_tokens": mean(turn.num_prompt_tokens for turn in turns),
         f"{prefix}/cut_off": mean(turn.completion.finish_reason is FinishReason.LENGTH for turn in turns),
-        f"{prefix}/repetition": mean(figures_of(turn).repeated for turn in turns[:: -(-len(turns) // _MEASURED) or 1]),
+        f"{prefix}/repetition": mean(
+            figures_of(turn).repeated for turn in turns[:: -(-len(turns) // REPETITIONS) or 1]
+        ),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
     metrics |= {f"{prefix}/{name}": mean(counts) for name in COUNTS if (counts := _numbers(trajectories, name))}

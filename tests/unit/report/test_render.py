@@ -388,7 +388,7 @@ def test_the_page_of_a_run_shows_metrics_times_diagnosis_watches_settings_versio
     page = index.read_text(encoding="utf-8")
     text = re.sub(r"(<[^>]+>|\s)+", " ", page.partition("</style>")[2])
     for words in (
-        "The run learns: held-out success 25.0% → 75.0%",
+        "The run learns, going by the training reward 0.177 → 0.855 over 31 steps; held-out success 25.0% → 75.0%",
         "dead_groups four groups 2 times, step 3 to 9",
         "75.0% 30.1% to 95.4% (4)",
         "rollout 46.5 s 75%",

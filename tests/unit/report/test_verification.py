@@ -36,12 +36,13 @@ def group(number: int, rng: np.random.Generator) -> RolloutGroup:
     members = []
     for member in range(4):
         ids = rng.integers(5, 90, rng.integers(3, 20))
+        ids = np.resize(ids, 2 * len(ids)) if member == 1 else ids  # it says all of it twice
         reason = FinishReason.LENGTH if member == 3 else FinishReason.STOP
         completion = Completion("r", ids, np.zeros(len(ids), np.float32), reason, np.zeros(len(ids), np.int64))
         score = float(rng.integers(0, 2)) if number else 1.0
         said = None if member == 2 else str(score)
         turn = Turn(np.arange(5), completion, "so", "how many?", said, score, -0.25 * (member == 2), "key")
-        info = {"math/score": score, "length": len(ids)}
+        info = {"math/score": score, "length": len(ids)} | ({"over_budget": "too long"} if member == 3 else {})
         members.append(Trajectory("a", number, member, 0, (turn,), EpisodeEnd.TERMINATED, score > 0, "", True, info))
     return RolloutGroup(number, "a", tuple(members))
 
@@ -60,6 +61,7 @@ def a_run(folder: Path, steps: int = 2) -> tuple[Path, list[dict[str, float]]]:
         write_rollouts(str(folder / "kept"), step, collected)
         finished = [*collected.groups, *collected.rejected]
         metrics = step_metrics(collected, filters=True) | reward_metrics(finished, CONFIG)
+        metrics["rollout/attained"] = float(np.mean([each.score for one in finished for each in one.trajectories]))
         metrics |= shaping(groups_to_batch(collected.groups, ["a"]))[1]
         lines.append({"step": step, **metrics, "actor/loss": 0.5})
     write(folder, lines)
@@ -77,9 +79,9 @@ def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tm
     assert not found.wrong
     areas = {name.partition("/")[0] for name in found.checked}
     assert areas == {"rollout", "kept", "reward", "actor", "eval"} and len(found.checked) > 35
-    assert {"reward/shaped_mean", "actor/advantage_std", "rollout/no_spread", "reward/maths/math/score"} <= set(
-        found.checked
-    )
+    some = {"reward/shaped_mean", "actor/advantage_std", "rollout/no_spread", "reward/maths/math/score"}
+    others = {"rollout/repetition", "rollout/attained", "reward/maths/over_budget", "reward/over_budget"}
+    assert some | others <= found.checked.keys() and all(lines[2][name] > 0 for name in others)
     assert found.unchecked["trainer"] == ["actor/loss"] and "time/eval" in found.unchecked["measured"]
     for name in found.checked:
         at = 0 if name.startswith("eval/") else 2
