@@ -61,7 +61,7 @@ def _contents(run: Path, logs: Path, *, rows: bool) -> Iterator[tuple[str, str]]
         found = [path for path in logs.rglob("*") if path.is_file() and path.suffix in _SUFFIXES]
         for path in sorted(found, key=lambda path: ("workers" in path.parts, path.stat().st_size)):
             yield f"logs/{path.relative_to(logs)}", _shortened(path)
-    for name in ("metrics.jsonl", "schedule.jsonl"):
+    for name in ("metrics.jsonl", "timeline.jsonl", "schedule.jsonl"):
         if (run / name).is_file():
             yield name, _shortened(run / name)
     if rows and (failed := _failing(run)):

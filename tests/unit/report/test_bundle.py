@@ -46,6 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (run / "logs" / "stacks.txt").write_text("what everybody did")
     (run / "logs" / "workers" / "long.out").write_text("begin\n" + "x" * 3_000_000 + "\nend")
     (run / "metrics.jsonl").write_text('{"step": 1, "rollout/success": 0.5}\n')
+    (run / "timeline.jsonl").write_text('{"step": 1, "phases": []}\n')
     rows = [{"id": 1, "success": False}, {"id": 2, "error": "judge: " + SECRETS["a service"]}, {"id": 3}]
     (run / "trajectories" / "eval-00001.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (run / "checkpoints" / "checkpoint-1" / "model.safetensors").write_bytes(b"weights")
@@ -61,7 +62,8 @@ def test_it_has_what_explains_a_run_and_no_secret(run, tmp_path, capsys):
     assert main(["bundle", str(run), "-o", str(tmp_path / "sent.zip")]) == 0
     found = texts(tmp_path / "sent.zip")
     logs = {"logs/roll.log", "logs/stacks.txt", "logs/workers/long.out"}
-    others = {"config.yaml", "summary.json", "versions.json", "files.txt", "metrics.jsonl", "failed_rows.jsonl"}
+    others = {"config.yaml", "summary.json", "versions.json", "files.txt", "failed_rows.jsonl"}
+    others |= {"metrics.jsonl", "timeline.jsonl"}
     assert set(found) == logs | others
     whole = "".join(found.values())
     assert not [name for name, secret in SECRETS.items() if secret in whole] and "MIIEow" not in whole
