@@ -392,7 +392,11 @@ class _Writer:
                 self._items[value.hash] = self._add(value.data)
             return self._items[value.hash]
         if (names := _field_names(kind)) is not None:
-            return {name: self.plain(getattr(value, name)) for name in names}
+            values = [getattr(value, name) for name in names]
+            return {
+                name: each if type(each) in _AS_THEY_ARE else self.plain(each)
+                for name, each in zip(names, values, strict=True)
+            }
         if isinstance(value, tuple | list):
             return [self.plain(item) for item in value]
         if isinstance(value, bytes):

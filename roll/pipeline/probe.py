@@ -192,7 +192,7 @@ class Probe:
         parts = scores.logprobs_T[rows.loss_mask_T].split([len(done.token_ids) for done in found.values()])
         largest, median = (metrics.get(f"probe/logprob_diff_{each}", 0.0) for each in ("max", "median"))
         for (rank, completion), trained_M in zip(found.items(), parts, strict=True):
-            reported_M = torch.from_numpy(completion.logprobs)
+            reported_M = torch.tensor(completion.logprobs)
             away_M = differences(reported_M, trained_M)
             largest, median = max(largest, float(away_M.amax())), max(median, float(away_M.median()))
             bound = Bound.of(trainer, workers[rank])
@@ -406,7 +406,7 @@ class Sides(Protocol):
 def find_causes(sides: Sides, request: GenerateRequest, completion: Completion, bound: Bound) -> list[str]:
     """Sentences that name the causes, the most certain first."""
     row = rows_of([request], [completion])
-    reported_M, trained_M = torch.from_numpy(completion.logprobs), sides.trained(row)[row.loss_mask_T]
+    reported_M, trained_M = torch.tensor(completion.logprobs), sides.trained(row)[row.loss_mask_T]
     for shift, neighbour in ((1, "after"), (-1, "before")):
         ours_M, theirs_M = reported_M[max(0, -shift) :], trained_M[max(0, shift) :]
         length = len(reported_M) - 1
@@ -651,6 +651,6 @@ def _differences(sides: Sides, requests: Sequence[GenerateRequest], bound: Bound
     rows = rows_of(named, completions)
     parts = sides.trained(rows)[rows.loss_mask_T].split([len(done.token_ids) for done in completions])
     return [
-        bound.difference(torch.from_numpy(done.logprobs), trained_M)
+        bound.difference(torch.tensor(done.logprobs), trained_M)
         for done, trained_M in zip(completions, parts, strict=True)
     ]

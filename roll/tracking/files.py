@@ -54,6 +54,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
+
+
 def to_plain(value: Any) -> Any:
     """``value`` made of dicts, lists, strings, numbers, booleans and None only; NaN and infinities become None.
 
@@ -62,9 +65,14 @@ def to_plain(value: Any) -> Any:
     Raises:
         TypeError: something else is inside, such as a tensor.
     """
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is dict:
+        return {str(key): item if type(item) in _AS_THEY_ARE else to_plain(item) for key, item in value.items()}
     if isinstance(value, enum.Enum):
         return to_plain(value.value)
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None

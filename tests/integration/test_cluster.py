@@ -242,6 +242,24 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running
     del waits
 
 
+def test_a_collective_that_one_rank_does_not_join_is_stopped_with_where_each_rank_is(start, tmp_path):
+    train = start("train")
+    train.rendezvous()
+    train.call("join")
+    stopped: list[Exception] = []
+    watch = StallWatch({"train": train}, tmp_path / "stacks", 2.0, stopped.append, lambda: "train, step 3")
+    with watch, pytest.raises(StallError):
+        train.gather(train.submit_each("reduce_after", [(0.0,), (20.0,)]), call="reduce_after")
+    _, driver, workers, _ = str(stopped[0]).splitlines()
+    assert driver.startswith("the driver waits for: train ranks 0, 1: reduce_after has not returned in")
+    own = re.search(
+        r"rank 0: reduce_after \(probes.py:(\d+)\); train rank 1: reduce_after \(probes.py:(\d+)\)", workers
+    )
+    assert own is not None and int(own[1]) == int(own[2]) + 1, workers
+    *_, waits, naps = (tmp_path / "stacks").read_text().split("\n----- train rank ")
+    assert " in all_reduce\n" in waits and " in all_reduce\n" not in naps
+
+
 def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(start, tmp_path):
     train = start("train")
     path = tmp_path / "stacks"

@@ -96,6 +96,13 @@ class Probe(Worker):
         torch.distributed.all_reduce(one)
         return one.item()
 
+    def reduce_after(self, seconds: float) -> None:
+        """The others wait for it in the collective."""
+        import torch
+
+        time.sleep(seconds)
+        torch.distributed.all_reduce(torch.ones(1))
+
     def reduce_for_ever(self) -> None:
         import torch
 
