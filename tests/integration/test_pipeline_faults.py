@@ -199,15 +199,17 @@ def test_a_hung_call_is_named_after_rpc_timeout(launch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hold", "place", "saved"),
+    ("hold", "place"),
     [
-        ("hold-actor_train-0-train-2", "actor_train rank 0: gate (faults.py", 1),
-        ("hold-actor_infer-0-generate-9", "actor_infer rank 0: async_gate (faults.py", 1),
-        ("hold-train_env_manager-mid-3", "train_env_manager rank 0: async_gate (faults.py", 1),
+        ("hold-actor_train-0-train-2", "actor_train rank 0: gate (faults.py"),
+        ("hold-actor_infer-0-generate-9", "actor_infer rank 0: async_gate (faults.py"),
+        ("hold-train_env_manager-mid-3", "train_env_manager rank 0: async_gate (faults.py"),
+        ("hold-reward_letters-0-score-3", "reward_letters rank 0: async_gate (faults.py"),
     ],
-    ids=["trainer", "engine", "environment"],
+    ids=["trainer", "engine", "environment", "reward"],
 )
-def test_a_run_in_which_nothing_moves_ends_with_who_waits_for_whom(launch, hold, place, saved):
+def test_a_run_in_which_nothing_moves_ends_with_who_waits_for_whom(request, hold, place):
+    launch = request.getfixturevalue("rlvr" if "reward" in hold else "launch")
     run = launch("stall_timeout=20", "save_steps=1", orders=(hold,)).ended(1)
     output = " ".join(run.output.split())
     assert "StallError: nothing has moved for" in output and "the driver waits for:" in output, output

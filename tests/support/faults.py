@@ -206,7 +206,8 @@ class GatedRewardWorker(RewardWorker):
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
         self.calls += 1
-        await async_gate(f"{self.role}-{self.rank}-score-{self.calls}")
+        # A task, as each sample is one: Ray's own coroutine around this one does not tell what it awaits.
+        await asyncio.create_task(async_gate(f"{self.role}-{self.rank}-score-{self.calls}"))
         return await super().score(samples)
 
 
