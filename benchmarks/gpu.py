@@ -8,9 +8,10 @@
 - ``train``: every trainer that is installed, tokens per second, and the share of what a large matrix product reaches in
   the same process (model FLOPs: 6 per weight and token, and causal attention's). ``sharded`` goes through
   ``fully_shard``, which a lone rank does not need.
-- ``vllm``: what a bf16 engine's log-probs differ from a trainer's, prompts per second with vLLM's own batch size and
-  with 2,048 tokens, what each sleep level frees and takes.
-- ``generate``: every generator that is installed, new tokens per second.
+- ``vllm``: all that one start can show: prompt tokens per second with vLLM's own batch size, how far a bf16 engine's
+  log-probs are from a trainer's, new tokens per second, what each sleep level frees and takes; and prompt tokens per
+  second with batches of 2,048.
+- ``generate``: new tokens per second of ``hf_infer``.
 - ``weights``: a full update from ``fsdp2_train`` to a generator on the same device (CUDA IPC on a GPU, shared memory on
   a CPU), gigabytes per second, and the share of a plain copy of the same bytes in the same run.
 
@@ -280,28 +281,24 @@ def leaving(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def options_of(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
+    return {"gpu_memory_utilization": args.memory} if strategy == "vllm" else {}
+
+
 def generate(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     count, prompt, new = (8, 16, 16) if args.rehearse else (256, 128, 256)
     engine = STRATEGIES.get(args.engine)(
         context(path, "actor_infer", args.engine, {}, sequence_length=prompt + new, max_running_requests=count)
     )
     engine.setup()
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, 500, (args.rounds + 1, count, prompt))
-
-    async def run(number: int) -> int:
-        params = [SamplingParams(max_new_tokens=new, seed=seed) for seed in range(count)]
-        requests = [GenerateRequest(f"{number}-{i}", prompts[number, i], params[i]) for i in range(count)]
-        return sum(len(done.token_ids) for done in await asyncio.gather(*map(engine.generate, requests)))
-
-    speeds = []
-    loop = asyncio.new_event_loop()
-    for number in range(args.rounds + 1):
-        start = time.perf_counter()
-        done = loop.run_until_complete(run(number))
-        speeds.append(done / (time.perf_counter() - start))
+    rates = [new_tokens_per_s(engine, count, prompt, new, seed) for seed in range(args.rounds + 1)]
     engine.shutdown()
-    return {"tokens_per_s": round(max(speeds[1:])), "requests": count, "new_tokens": new}
+    return {"tokens_per_s": max(rates[1:]), "requests": count, "new_tokens": new}
+
+
+def new_tokens_per_s(engine: Any, count: int, prompt: int, new: int, seed: int) -> int:
+    completions, took = sampled(engine, count, prompt, new, seed)
+    return round(sum(len(done.token_ids) for _, done in completions) / took)
 
 
 def weights(path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -314,14 +311,13 @@ def weights(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     num_bytes = (path / "model.safetensors").stat().st_size
     with ray_session({"object_store_memory": 2**28}):
         roles = {"actor_train": (TrainWorker, "fsdp2_train"), "actor_infer": (InferWorker, args.engine)}
-        options = {"vllm": {"gpu_memory_utilization": 0.4}}
         placement = create_placement(plan_placement([RoleRequest(name, (0,)) for name in roles], discover_nodes()))
         clusters = {name: Cluster(name, worker, placement) for name, (worker, _) in roles.items()}
         for cluster in clusters.values():
             cluster.launch()
         for name, (_, strategy) in roles.items():
             clusters[name].wait_ready()
-            clusters[name].call("setup", context(path, name, strategy, options.get(strategy, {}), sequence_length=512))
+            clusters[name].call("setup", context(path, name, strategy, options_of(strategy, args), sequence_length=512))
         link = WeightSync(clusters["actor_train"], clusters["actor_infer"], bucket_bytes=128 << 20)
         took = best_seconds(lambda: link.sync(0), args.rounds)
         for cluster in clusters.values():
@@ -392,41 +388,44 @@ def _receive(connection: Any) -> None:
 
 
 def vllm_rows(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What one start of an engine can show: on a GPU a start takes longer than all the rest."""
     count, prompt, new = (4, 16, 16) if args.rehearse else (256, 1024, 64)
-    kind, _, number = args.engine.partition(" ")
-    options: dict[str, Any] = {"gpu_memory_utilization": 0.4}
-    if kind == "batched" and number != "default":
-        options["model_extra"] = {"max_num_batched_tokens": int(number)}
+    _, _, batched = args.engine.partition(" ")
+    options = options_of("vllm", args) | ({"max_num_batched_tokens": int(batched)} if batched else {})
     engine: Any = STRATEGIES.get("vllm")(
         context(path, "actor_infer", "vllm", options, sequence_length=prompt + new, max_running_requests=count)
     )
-    engine.setup()
+    figures: dict[str, Any] = {"requests": count, "start_s": round(seconds(engine.setup), 1)}
     try:
-        if kind == "sleep":
-            return _sleep_level(engine, int(number))
-        completions, took = _sampled(engine, count, prompt, 1 if kind == "batched" else new)
-        if kind == "batched":
-            return {"prompt_tokens_per_s": round(count * prompt / took), "requests": count}
-        return _gap(path, completions)
+        sampled(engine, count, prompt, 1, seed=0)
+        figures["prompt_tokens_per_s"] = round(count * prompt / sampled(engine, count, prompt, 1, seed=1)[1])
+        args.note(figures)
+        if batched:
+            return figures
+        figures |= _gap(path, sampled(engine, count, prompt, new, seed=2)[0])
+        args.note(figures)
+        length = (prompt + new) // 4
+        figures["new_tokens_per_s"] = max(new_tokens_per_s(engine, count, length, length, seed) for seed in range(3))
+        args.note(figures)
+        if torch.cuda.is_available():
+            figures["sleep"] = {level: _sleep_level(engine, level) for level in (1, 2)}
+        return figures
     finally:
         engine.shutdown()
 
 
-def _sampled(engine: Any, count: int, prompt: int, new: int) -> tuple[list[tuple[np.ndarray, Any]], float]:
-    """Prompts with their completions, and the seconds of the second round."""
-    rng, loop, took = np.random.default_rng(0), asyncio.new_event_loop(), 0.0
-    for number in range(2):
-        prompts = rng.integers(0, 500, (count, prompt))
-        params = [SamplingParams(max_new_tokens=new, seed=seed) for seed in range(count)]
-        requests = [GenerateRequest(f"{number}-{i}", prompts[i], params[i]) for i in range(count)]
+def sampled(engine: Any, count: int, prompt: int, new: int, seed: int) -> tuple[list[tuple[np.ndarray, Any]], float]:
+    """Random prompts with their completions, and the seconds that they took."""
+    prompts = np.random.default_rng(seed).integers(0, 500, (count, prompt))
+    params = [SamplingParams(max_new_tokens=new, seed=number) for number in range(count)]
+    requests = [GenerateRequest(f"{seed}-{new}-{i}", prompts[i], params[i]) for i in range(count)]
 
-        async def run(requests: list[GenerateRequest] = requests) -> list[Any]:
-            return await asyncio.gather(*map(engine.generate, requests))
+    async def run() -> list[Any]:
+        return await asyncio.gather(*map(engine.generate, requests))
 
-        start = time.perf_counter()
-        completions = loop.run_until_complete(run())
-        took = time.perf_counter() - start
-    return list(zip(prompts, completions, strict=True)), took
+    start = time.perf_counter()
+    completions = asyncio.run(run())
+    return list(zip(prompts, completions, strict=True)), time.perf_counter() - start
 
 
 def _gap(path: Path, completions: list[tuple[np.ndarray, Any]]) -> dict[str, Any]:
@@ -457,9 +456,11 @@ def _sleep_level(engine: Any, level: int) -> dict[str, Any]:
         return gib(total - free)
 
     figures: dict[str, Any] = {"gib_awake": taken()}
-    figures["sleep_ms"] = round(1000 * seconds(lambda: engine._loop.submit(engine._engine.sleep(level=level))), 1)
+    figures["sleep_ms"] = round(
+        1000 * seconds(lambda: engine._loop.submit(engine._engine.sleep(level=level)).result()), 1
+    )
     figures["gib_asleep"] = taken()
-    figures["wake_ms"] = round(1000 * seconds(lambda: engine._loop.submit(engine._engine.wake_up())), 1)
+    figures["wake_ms"] = round(1000 * seconds(lambda: engine._loop.submit(engine._engine.wake_up()).result()), 1)
     return figures | {"gib_awake_again": taken()}
 
 
@@ -472,15 +473,15 @@ PARTS: dict[str, tuple[Callable[[Path, argparse.Namespace], dict[str, Any]], tup
         train,
         ("fsdp2_train", "fsdp2_train sharded", "fsdp2_train liger", "deepspeed_train", "megatron_train"),
     ),
-    "vllm": (vllm_rows, ("gap", "batched default", "batched 2048", "sleep 1", "sleep 2")),
-    "generate": (generate, ("hf_infer", "vllm")),
+    "vllm": (vllm_rows, ("default", "batched 2048")),
+    "generate": (generate, ("hf_infer",)),
     "weights": (weights, ("hf_infer", "vllm")),
 }
 """Functions by part, and the rows of each, the most telling first."""
 PACKAGES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "liger": "liger_kernel"} | {
     engine: engine for engine in ("vllm", "deepspeed", "megatron")
 }
-NEED_A_GPU = ("liger", "fa2", "fa3", "batched", "sleep")
+NEED_A_GPU = ("liger", "fa2", "fa3", "batched")
 """Words of rows that no CPU rehearses."""
 IMPORTED = ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"]
 """What every row needs: without a GPU imported once, in a process of which rows are forked."""
@@ -503,12 +504,13 @@ def measure(part: str, path: str, args: argparse.Namespace, results: Path) -> No
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
+    args.note = lambda figures: results.write_text(json.dumps(figures))  # what a row that is stopped has found
     try:
         found = PARTS[part][0](Path(path), args)
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-    results.write_text(json.dumps(found))
+    args.note(found)
     os._exit("error" in found)  # torch's threads sometimes abort the interpreter's own end
 
 
@@ -531,17 +533,20 @@ def measured(part: str, row: str, path: Path, args: argparse.Namespace) -> dict[
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
-    if results.exists():
-        return json.loads(results.read_text())
-    return {"error": f"not done after {args.seconds:.0f} s" if late else f"exit code {process.exitcode}"}
+    found = json.loads(results.read_text()) if results.exists() else {}
+    if late:
+        return found | {"error": f"not done after {args.seconds:.0f} s"}
+    return found or {"error": f"exit code {process.exitcode}"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model, on a CPU too")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--rows", help="only these rows of the parts, e.g. 'sleep 1,sleep 2'")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, of which the fastest counts")
     parser.add_argument("--seconds", type=float, default=180.0, help="of a row at most")
+    parser.add_argument("--memory", type=float, default=0.4, help="share of the device that vLLM may take")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     if not (args.rehearse or torch.cuda.is_available()):
@@ -553,6 +558,8 @@ def main() -> None:
         make_model(path, "tiny" if args.rehearse else "0.5b")
         for part in args.parts.split(","):
             for row in PARTS[part][1]:
+                if args.rows and row not in args.rows.split(","):
+                    continue
                 name = f"{part}/{row}"
                 figures[name] = measured(part, row, path, args)
                 print(json.dumps({"what": name} | figures[name]), flush=True)

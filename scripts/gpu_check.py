@@ -5,10 +5,10 @@
     scripts/gpu_check.py OUT --minutes 30              the same where all packages are installed
     scripts/gpu_check.py OUT --rehearse                on a CPU: each step in its smallest form, or why it cannot run
 
-KIT is what scripts/make_gpu_kit.sh made; no network is needed. OUT gets check.json (versions, what is missing, every
-step with its result and seconds, the figures), check.md (the same as tables) and a log for each step. A step that
-fails or takes too long does not keep the next from running; one that the minutes have no room for is named. The exit
-code is 1 if a step failed. What the kit is installed into stays in --environment and is used again.
+KIT is what scripts/make_gpu_kit.sh or make_vllm_kit.py made; no network is needed. OUT gets check.json (versions, what
+is missing, every step with its result and seconds, the figures), check.md (the same as tables) and a log for each step.
+A step that fails or takes too long does not keep the next from running; one that the minutes have no room for is named.
+The exit code is 1 if a step failed. What a kit is installed into stays in --environment and is used again.
 """
 
 from __future__ import annotations
@@ -76,25 +76,43 @@ def bench(name: str, shows: str, seconds: float, row: int, *needs: str) -> Step:
     return Step(name, shows, seconds, (*command, "--seconds", str(row)), rehearsal, needs)
 
 
-def tests(name: str, shows: str, seconds: float, *arguments: str, needs: Sequence[str] = ()) -> Step:
-    """Tests for GPUs, several processes at a time: most of their time is a process's start."""
-    command = ("{python}", "-m", "pytest", "-q", "-rsfE", "-m", "gpu", "-p", "no:cacheprovider", "{workers}")
-    return Step(name, shows, seconds, (*command, *arguments), (), ("pytest", *needs))
+def tests(
+    name: str, shows: str, seconds: float, *arguments: str, needs: Sequence[str] = (), together: bool = True
+) -> Step:
+    """Tests for GPUs.
+
+    Args:
+        together: several processes at a time, as most of their time is a process's start. vLLM does not start while
+            another process gives memory of the device back.
+    """
+    command = ("{python}", "-m", "pytest", "-q", "-rsfE", "-m", "gpu", "-p", "no:cacheprovider")
+    workers = ("{workers}",) if together else ()
+    return Step(name, shows, seconds, (*command, *workers, *arguments), (), ("pytest", *needs))
 
 
-def run_of(name: str, shows: str, seconds: float, on_gpu: Sequence[str], small: Sequence[str]) -> Step:
-    """Some steps of a demonstration, whose name begins with its pipeline's.
+def run_of(
+    config: str,
+    shows: str,
+    seconds: float,
+    on_gpu: Sequence[str],
+    small: Sequence[str] = (),
+    name: str = "",
+    needs: Sequence[str] = (),
+) -> Step:
+    """Some steps of a demonstration, whose configuration's name begins with its pipeline's.
 
     Args:
         on_gpu: its settings on one GPU.
-        small: its settings in a rehearsal.
+        small: its settings in a rehearsal; none: it needs a GPU.
+        name: of the step, if it is not the configuration's.
     """
-    pipeline = name.partition("_")[0]
+    pipeline, name = config.partition("_")[0], name or config
     command = (
-        *("{python}", f"examples/start_{pipeline}_pipeline.py", "--config_name", name),
+        *("{python}", f"examples/start_{pipeline}_pipeline.py", "--config_name", config),
         *("output_dir={scratch}/output", f"exp_name={name}"),
     )
-    return Step(name, shows, seconds, (*command, "num_gpus_per_node=1", *on_gpu), (*command, *small), ("ray",))
+    rehearsal = (*command, *small) if small else ()
+    return Step(name, shows, seconds, (*command, "num_gpus_per_node=1", *on_gpu), rehearsal, ("ray", *needs))
 
 
 SOKOBAN = run_of(
@@ -111,6 +129,18 @@ SOKOBAN = run_of(
         *("warm_start.max_steps=20", "warm_start.eval_steps=20", "warm_start.eval_episodes=32"),
         *("warm_start.demonstrations=640", "warm_start.min_success=0.0", "warm_start.min_valid=0.0"),
     ),
+)
+SOKOBAN_VLLM = run_of(
+    "agentic_sokoban",
+    "five steps in which vLLM sleeps while the trainers work, and gets their weights on the device",
+    300,
+    (
+        *(f"{role}.device_mapping=[0]" for role in ("actor_train", "actor_infer", "critic")),
+        *("infer=vllm", "+actor_infer.strategy_args.strategy_config.gpu_memory_utilization=0.3"),
+        *("max_steps=5", "save_steps=5"),
+    ),
+    name="agentic_sokoban_vllm",
+    needs=("vllm",),
 )
 SHAPES = run_of(
     "rlvr_shapes",
@@ -140,7 +170,8 @@ STEPS = (
     bench("output_layer", "logits at a time: 2^25, 2^28, the default", 100, 60),
     bench("leaving", "ZeRO 2 and the others leave the device and come back", 120, 60),
     bench("train", "tokens per second of every trainer, FSDP2's shards and Liger", 200, 60),
-    bench("vllm", "the log-prob gap in bf16, batched tokens, sleep levels", 400, 150, "vllm"),
+    bench("vllm", "a start of vLLM: log-prob gap in bf16, tokens per second, sleep levels", 330, 200, "vllm"),
+    SOKOBAN_VLLM,
     bench("weights", "weight updates to hf_infer and vllm on the same device", 150, 120, "ray"),
     SOKOBAN,
     tests("families", "every model family: fp32, packed, bf16, pictures; hf_infer", 200, "tests/gpu/test_families.py"),
@@ -151,15 +182,22 @@ STEPS = (
         200,
         *("tests/gpu/test_offload.py", "-k", "alone or zero2 or zero3 or bf16", "--timeout", "150"),
     ),
-    bench("generate", "new tokens per second of every generator", 200, 150),
+    bench("generate", "new tokens per second of hf_infer", 200, 150),
     tests(
         "vllm_tests",
         "the contract and the weight routes of vllm",
         500,
         *("tests/gpu/test_generators.py", "tests/gpu/test_weight_routes.py", "-k", "vllm"),
         needs=("vllm", "ray"),
+        together=False,
     ),
-    tests("all_tests", "every test for GPUs", 900, "tests/gpu", "tests/integration/test_colocation.py", needs=("ray",)),
+    tests(
+        "all_tests",
+        "every test for GPUs but those of vLLM",
+        900,
+        *("tests/gpu", "tests/integration/test_colocation.py", "-k", "not vllm"),
+        needs=("ray",),
+    ),
 )
 """In their order."""
 
@@ -196,17 +234,18 @@ def look() -> dict[str, Any]:
 
 
 def install(kit: Path, environment: Path) -> None:
-    """Unpacks a kit beside the packages of this machine's Python, among them its torch.
+    """Unpacks a kit beside the packages of this machine's Python, among them its torch, and those of other kits.
 
     Raises:
         ValueError: a piece is damaged or absent.
     """
-    if (environment / "whole").exists():
+    sums = (kit / "SHA256SUMS").read_bytes()
+    done = environment / hashlib.sha256(sums).hexdigest()
+    if done.exists():
         return
-    shutil.rmtree(environment, ignore_errors=True)
-    (environment / "site").mkdir(parents=True)
+    (environment / "site").mkdir(parents=True, exist_ok=True)
     names = []
-    for line in (kit / "SHA256SUMS").read_text().splitlines():
+    for line in sums.decode().splitlines():
         expected, name = line.split()
         names.append(name)
         piece = kit / name
@@ -219,7 +258,7 @@ def install(kit: Path, environment: Path) -> None:
     with tarfile.open(whole, mode="r:xz") as archive:
         archive.extractall(environment / "site", filter="data")
     whole.unlink()
-    (environment / "whole").touch()
+    done.touch()
 
 
 def run(command: Sequence[str], log: Path, seconds: float, environment: Mapping[str, str]) -> int | None:
@@ -389,7 +428,8 @@ def checked(check: Check, arguments: argparse.Namespace) -> int:
     if arguments.kit:
         start = time.monotonic()
         try:
-            install(arguments.kit.resolve(), arguments.environment)
+            for kit in arguments.kit:
+                install(kit.resolve(), arguments.environment)
         except (OSError, ValueError, tarfile.TarError) as error:
             check.note("install", "the kit's packages", "failed", time.monotonic() - start, str(error))
             return 1
@@ -420,7 +460,9 @@ def checked(check: Check, arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
-    parser.add_argument("--kit", type=Path, help="folder with the pieces of a kit")
+    parser.add_argument(
+        "--kit", type=Path, action="append", help="folder with the pieces of a kit; can be given several times"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="of all steps together (default: %(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="the small forms, on a CPU")
     parser.add_argument("--only", help=f"some of {','.join(step.name for step in STEPS)}")

@@ -7,7 +7,7 @@
 # PYTHON_VERSION is the other machine's (3.12 by default); THERE is a file with what `pip list --format=freeze` prints
 # there (or names alone, one a line): those packages stay out. PYTHON is the interpreter that has the engines (.venv of
 # `make test` by default): the versions are those installed there. EXTRAS are those of pyproject.toml that the kit gets
-# ("lora deepspeed megatron liger"); add vllm where the other machine's torch is the version that vLLM is built for.
+# ("lora deepspeed megatron liger"); vLLM has a kit of its own (make_vllm_kit.py).
 # scripts/gpu_check.py unpacks the kit.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import io
 import json
+import struct
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,7 @@ def load(path: str) -> ModuleType:
 
 
 kit = load("scripts/gpu_check.py")
+vllm_kit = load("scripts/make_vllm_kit.py")
 
 
 @pytest.mark.slow  # minutes of trainers, an engine and a demonstration
@@ -41,7 +43,7 @@ def test_the_whole_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_p
         ("agentic_sokoban", "rlvr_shapes"), "completed"
     )
     assert {"train/fsdp2_train sharded", "attention/one_call", "ipc/plain process"} <= set(check["figures"])
-    assert check["figures"].get("vllm/sleep 1", {"skipped": "needs a GPU"}) == {"skipped": "needs a GPU"}
+    assert check["figures"].get("vllm/batched 2048", {"skipped": "needs a GPU"}) == {"skipped": "needs a GPU"}
 
 
 def test_one_row_is_rehearsed_and_others_say_what_they_need(tmp_path):
@@ -50,7 +52,24 @@ def test_one_row_is_rehearsed_and_others_say_what_they_need(tmp_path):
     figures = gpu.measured("ipc", "plain process", tmp_path / "model", arguments)
     assert (figures["rounds"], figures["kept_mib"]) == (50, 0)
     assert gpu.lacks("attention", "fa3") == "needs the package flash_attn_interface"
-    assert gpu.lacks("vllm", "sleep 2").startswith("needs ") and not gpu.lacks("train", "fsdp2_train sharded")
+    assert gpu.lacks("vllm", "batched 2048").startswith("needs ") and not gpu.lacks("train", "fsdp2_train sharded")
+
+
+def test_a_library_keeps_kernels_of_one_architecture(tmp_path):
+    def entry(kind: int, architecture: int, code: bytes) -> bytes:
+        return struct.pack("<HHIQIIHHI", kind, 257, 32, len(code), 0, 0, 0, 0, architecture) + code
+
+    def container(*entries: bytes) -> bytes:
+        body = b"".join(entries)
+        return vllm_kit.FATBIN + struct.pack("<HHQ", 1, 16, len(body)) + body
+
+    noise = b"text" + vllm_kit.FATBIN + b"no container"
+    first = (entry(2, 80, b"\x01" * 40), entry(2, 90, b"\x02" * 24), entry(1, 90, b"\x03" * 16))
+    library = tmp_path / "some.so"
+    library.write_bytes(noise + container(*first) + b"rest" + container(entry(2, 90, b"\x04" * 8)))
+    vllm_kit.keep_architecture(library, 90)
+    kept = (entry(2, 80, bytes(40)), entry(2, 90, b"\x02" * 24), entry(1, 90, bytes(16)))
+    assert library.read_bytes() == noise + container(*kept) + b"rest" + container(entry(2, 90, b"\x04" * 8))
 
 
 def taken(tmp_path: Path, *steps: object, minutes: float = 5.0) -> tuple[dict, str]:
