@@ -37,8 +37,10 @@ RENDERED = frozenset(
 
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.:-]*[a-z0-9_])?", re.ASCII)
-PICTURE_BOUNDS = ("image_min_pixels", "image_max_pixels", "image_decode_limit")
-"""Keys of ``DataArguments`` that hold of every picture of a run."""
+VIDEO_RULES = ("video_fps", "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels")
+"""Keys of ``DataArguments`` that say what is taken of every video of a run."""
+PICTURE_BOUNDS = ("image_min_pixels", "image_max_pixels", "image_decode_limit", *VIDEO_RULES)
+"""Keys of ``DataArguments`` that hold of every picture and video of a run."""
 
 
 class DatasetFilterConfig(Config):
@@ -149,6 +151,42 @@ class DataArguments(Config):
         ge=1,
         description="A picture of more pixels than this, before it is resized, is not decoded and stops the run.",
     )
+    video: str | None = Field(
+        default="videos",
+        min_length=1,
+        description="Column with the row's videos, one or a list, each a list of frames in the forms of pictures, a "
+        "folder of numbered frames, or a file (GIF, WebP, APNG, MP4 and others) or its bytes. Places are as for "
+        "`image`, with marks <video>. null, or no column `videos`: none.",
+    )
+    video_folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of the videos' paths, which may not lead out of it, unless image_outside_folder. null: "
+        "that of the pictures.",
+    )
+    video_fps: float | None = Field(
+        default=None,
+        gt=0,
+        description="Frames that are taken of a second of a file; of a list or folder, all frames are, so many of "
+        "which show a second. null: what the model's processor says, as with the following.",
+    )
+    video_max_frames: int | None = Field(
+        default=None,
+        ge=2,
+        description="Most frames of a video: a file has its frames taken further apart, a longer list stops the run.",
+    )
+    video_min_pixels: int | None = Field(
+        default=None, ge=1, description="A frame is enlarged to this many pixels at least."
+    )
+    video_max_pixels: int | None = Field(
+        default=None, ge=1, description="A frame is reduced to this many pixels at most."
+    )
+    video_total_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="A video's frames are reduced until they have this many pixels together, those that the model "
+        "takes as one (two) counted once, though not below video_min_pixels each.",
+    )
     system_prompt: str | None = Field(
         default=None, min_length=1, description="System message of conversations that do not begin with one."
     )
@@ -198,7 +236,8 @@ class DataArguments(Config):
     def picture_bounds(self) -> dict[str, Any]:
         """Arguments of ``Pictures``."""
         bounds = {"min_pixels": self.image_min_pixels, "max_pixels": self.image_max_pixels}
-        return {**bounds, "decode_limit": self.image_decode_limit}
+        videos = {key.removeprefix("video_"): getattr(self, key) for key in VIDEO_RULES}
+        return {**bounds, "decode_limit": self.image_decode_limit, "videos": videos}
 
     @property
     def has_dataset(self) -> bool:
@@ -220,9 +259,10 @@ class DataArguments(Config):
             given = "file_name" if self.file_names else "dataset_cls"
             expected = f"the column of the question, or messages that of the conversation, since {given} is set"
             yield self.problem("prompt", expected, "messages", given)
-        least, most = self.image_min_pixels, self.image_max_pixels
-        if least is not None and most is not None and least > most:
-            yield self.problem("image_min_pixels", f"at most image_max_pixels = {most}", "image_max_pixels")
+        for kind in ("image", "video"):
+            least, most = (getattr(self, f"{kind}_{bound}_pixels") for bound in ("min", "max"))
+            if least is not None and most is not None and least > most:
+                yield self.problem(f"{kind}_min_pixels", f"at most {kind}_max_pixels = {most}", f"{kind}_max_pixels")
         if isinstance(self.image_urls, list) and not (
             self.image_urls and all(_HOST.fullmatch(name) for name in self.image_urls)
         ):

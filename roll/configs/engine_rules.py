@@ -134,6 +134,19 @@ def no_pictures(config: PipelineConfig) -> str:
     return ""
 
 
+def no_videos(config: PipelineConfig) -> str:
+    """Likewise no videos, where they may have pictures."""
+    if getattr(config, "agent", None) is not None:
+        return "agent is set: programs get text and pictures"
+    if config.trains_scores:
+        return "reward models have not been compared with plain Transformers on videos"
+    for role, worker in config.roles.items():
+        card = worker.strategy_args.card
+        if card is not None and (why := card.no_videos(worker)):
+            return f"{role}'s {worker.strategy_args.strategy_name} {why}"
+    return ""
+
+
 def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """``attn_implementation`` is said to engines that read it, and Ulysses has a kernel that it can share."""
     for role, worker in sections(config):

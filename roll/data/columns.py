@@ -115,8 +115,9 @@ def is_per_token(name: str) -> bool:
 class Item:
     """A piece of content that rows refer to; it is moved and kept once, by its hash.
 
-    A picture's ``data`` are its pixels as the model's processor has resized them: RGB, shape [height, width, 3]. They
-    may lie in an object store (``roll.data.stored``).
+    A picture's ``data`` are its pixels as the model's processor has resized them: RGB, shape [height, width, 3]; a
+    piece of a video has as many frames as the vision tower takes at a time, shape [frames, height, width, 3]. They may
+    lie in an object store (``roll.data.stored``).
     """
 
     data: UInt8Array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -138,7 +138,7 @@ def load_conversations(
     scoring: Scoring | None = None,
     seed: int = 0,
     tools: Sequence[Tool] | None = None,
-    no_pictures: str = "",
+    refused: Mapping[str, str] | None = None,
 ) -> Conversations:
     """Reads, filters, renders and checks a dataset.
 
@@ -147,13 +147,13 @@ def load_conversations(
         last_only: only the last answer is learnt.
         whole: all is learnt, prompts too.
         scoring: what the questions must bring to have their answers scored; ``None``: they are not.
-        no_pictures: see ``load_prompts``.
+        refused: see ``Reading``.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    reading = Reading(args, seed, no_pictures=no_pictures)
+    reading = Reading(args, seed, refused=refused or {})
     samples = reading.drawn(_read(reading, scoring))
     if scoring is not None:
         scoring.check_questions(((sample.place, sample.question) for sample in samples), reading)

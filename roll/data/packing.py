@@ -426,7 +426,7 @@ def rows_by_pictures(batch: Batch, max_pixels: int) -> list[Tensor]:
     samples: dict[frozenset[Item], list[int]] = {}
     for rows in batch.samples.tolist():
         samples.setdefault(frozenset(item for row in rows for item in batch.items_I[row]), []).extend(rows)
-    sizes = {item: math.prod(item.data.shape[:2]) for items in samples for item in items}
+    sizes = {item: math.prod(item.data.shape[-3:-1]) for items in samples for item in items}
 
     def pixels(items: Iterable[Item]) -> int:
         return sum(map(sizes.__getitem__, items))

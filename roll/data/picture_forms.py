@@ -6,10 +6,13 @@ Pixtral). What a processor states, such as its sizes and patches, it says itself
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,28 +105,157 @@ class PatchForm:
         """What the processor counts tokens by."""
         return {"image_grid_thw": np.array([self._grid(height, width)])}
 
-    def inputs(self, pictures: Sequence[np.ndarray], table_CV: np.ndarray) -> dict[str, np.ndarray]:
+    def inputs(self, pictures: Sequence[np.ndarray], tables_CV: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """``pixel_values`` [patches, channels · times · patch²] and ``image_grid_thw`` [pictures, 3].
 
         Args:
-            pictures: uint8 [height, width, 3].
-            table_CV: the number for each value of a byte, by channel.
+            pictures: uint8 [height, width, 3], which is there at all times, or [times, height, width, 3].
+            tables_CV: for each, the number for each value of a byte, by channel.
         """
         patch, merge, times = (getattr(self._chosen, f"{name}_size") for name in ("patch", "merge", "temporal_patch"))
-        grids = [self._grid(*pixels.shape[:2]) for pixels in pictures]
+        grids = [self._grid(*pixels.shape[-3:-1]) for pixels in pictures]
         values = np.empty((sum(map(math.prod, grids)), 3, times, patch, patch), dtype=np.float32)
         end = 0
-        for pixels, (_, high, wide) in zip(pictures, grids, strict=True):
+        for pixels, table_CV, (_, high, wide) in zip(pictures, tables_CV, grids, strict=True):
             end += high * wide
-            cells = pixels.reshape(high // merge, merge, patch, wide // merge, merge, patch, 3)
-            cells = cells.transpose(6, 0, 3, 1, 4, 2, 5).reshape(3, high * wide, patch, patch)
+            cells = pixels.reshape(-1, high // merge, merge, patch, wide // merge, merge, patch, 3)
+            cells = cells.transpose(7, 1, 4, 2, 5, 0, 3, 6).reshape(3, high * wide, -1, patch, patch)
             for channel, table_V in enumerate(table_CV):
-                values[end - high * wide : end, channel] = table_V[cells[channel]][:, None]
+                values[end - high * wide : end, channel] = table_V[cells[channel]]
         flat = values.reshape(len(values), math.prod(values.shape[1:]))
         return {"pixel_values": flat, "image_grid_thw": np.array(grids, dtype=np.int64).reshape(-1, 3)}
 
     def _grid(self, height: int, width: int) -> tuple[int, int, int]:
         return 1, height // self._chosen.patch_size, width // self._chosen.patch_size
+
+
+class VideoForm:
+    """Videos of Qwen3-VL's processor: pieces of a few frames, each a picture of its own behind its time in words.
+
+    Args:
+        processor: the family's, which writes pictures.
+        entries: of the part for videos.
+        fps: frames that are taken of a second.
+        max_frames: most frames.
+        min_pixels: of a frame.
+        max_pixels: likewise.
+        total_pixels: of all frames, of which those of a piece count once.
+
+    Raises:
+        ValueError: it is another's, or does not fit that for pictures.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        entries: Mapping[str, Any],
+        fps: float | None = None,
+        max_frames: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        total_pixels: int | None = None,
+    ) -> None:
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+
+        kind = str(entries.get("video_processor_type"))
+        if kind != _VIDEOS or not isinstance(form_of(processor), PatchForm):
+            got = f"its video processor is {kind}" if entries else "no video_preprocessor_config.json"
+            raise ValueError(f"{got}; expected {_VIDEOS}")
+        own = Qwen3VLVideoProcessor(**{key: value for key, value in entries.items() if key != "video_processor_type"})
+        sizes = ("patch_size", "merge_size", "temporal_patch_size")
+        pairs = {key: (getattr(own, key), getattr(processor.image_processor, key)) for key in sizes}
+        if wrong := {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}:
+            raise ValueError(f"of pictures and videos it has different {wrong}; expected the same")
+        if own.cap_pixels_per_frame:
+            raise ValueError("its video processor has cap_pixels_per_frame, expected false: video_max_pixels bounds")
+        self._processor, self._own, self._fit = processor, own, smart_resize
+        processor.video_processor = own  # which writes them by its sizes
+        self.mark = str(processor.video_token)
+        self.at_a_time: int = own.temporal_patch_size
+        """Frames of a piece."""
+        self.fps, self.least, self.most = (fps or own.fps, own.min_frames, max_frames or own.max_frames)
+        self._pixels = (min_pixels, max_pixels, total_pixels)
+
+    def chosen(self, total: int, seconds: Fraction) -> list[int]:
+        """The frames that are taken of a video with so many, by the processor's rule."""
+        count = min(max(int(seconds * Fraction(self.fps)), self.least), self.most, total)
+        return [int(index) for index in np.linspace(0, total - 1, count).round()]
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width of a video's frames once they are resized.
+
+        Raises:
+            ValueError: the processor refuses it.
+        """
+        bounds: Any = self._own.size
+        least, most, total = self._pixels
+        low = bounds.shortest_edge if least is None else least * frames
+        high = bounds.longest_edge if most is None else most * frames
+        high = high if total is None else min(high, total * self.at_a_time)
+        given = {"factor": self._own.patch_size * self._own.merge_size, "temporal_factor": self.at_a_time}
+        found: tuple[int, int] = self._fit(frames, height, width, **given, min_pixels=low, max_pixels=max(low, high))
+        return found
+
+    def resize(self, chw: np.ndarray, height: int, width: int) -> np.ndarray:
+        """A frame in the size that it has in its video."""
+        from transformers.image_processing_backends import PilBackend
+        from transformers.image_utils import SizeDict
+
+        resizer: Any = self._processor.image_processor
+        size = SizeDict(height=height, width=width)
+        found: np.ndarray = PilBackend.resize(resizer, chw, size, self._own.resample)
+        return found
+
+    def text(self, times: Sequence[float], height: int, width: int) -> str:
+        """What the processor writes for a video.
+
+        Args:
+            times: seconds to each frame.
+        """
+        patch = self._own.patch_size
+        grid = np.array([[-(-len(times) // self.at_a_time), height // patch, width // patch]])
+        told = SimpleNamespace(fps=1, frames_indices=[*times])
+        written = {"video_grid_thw": grid, "video_metadata": [told]}
+        return str(self._processor.replace_video_token(written, 0))
+
+    @functools.cached_property
+    def table_CV(self) -> np.ndarray:
+        """``table_of`` of frames."""
+        return table_of(self._processor.image_processor, self._own)
+
+    def inputs_by_processor(self, pieces: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """``PatchForm.inputs`` of pieces, in patches by the processor's own code."""
+        import torch
+
+        sizes, code = (self._own.patch_size, self._own.merge_size, self.at_a_time), self._processor.image_processor
+        found = []
+        for piece in pieces:
+            frames = [_numbers(code, self._own, frame) for frame in piece.transpose(0, 3, 1, 2)]
+            found.append(self._own.patchify(torch.from_numpy(np.stack(frames))[None], *sizes))
+        values = np.concatenate([patches[0].numpy() for patches, *_ in found])
+        return {"pixel_values": values, "image_grid_thw": np.array([grid for _, *grid in found], dtype=np.int64)}
+
+
+_VIDEOS = "Qwen3VLVideoProcessor"
+
+
+def table_of(code: Any, entries: Any) -> np.ndarray:
+    """The number that the model gets for each value of a byte, in each channel, by the processor's arithmetic.
+
+    Args:
+        code: a picture processor.
+        entries: what it is asked to do: of that, or of a processor of videos.
+    """
+    values = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256))
+    return np.asarray(_numbers(code, entries, values)[:, 0], dtype=np.float32)
+
+
+def _numbers(code: Any, entries: Any, values: Any) -> np.ndarray:
+    if entries.do_rescale:
+        values = code.rescale(values, entries.rescale_factor)
+    if entries.do_normalize:
+        values = code.normalize(values, entries.image_mean, entries.image_std)
+    return np.asarray(values)
 
 
 class WholeForm:
@@ -160,11 +292,11 @@ class WholeForm:
         """What the processor counts tokens by."""
         return {"pixel_values": [np.broadcast_to(np.zeros((), np.uint8), (3, height, width))], "num_crops": [0]}
 
-    def inputs(self, pictures: Sequence[np.ndarray], table_CV: np.ndarray) -> dict[str, np.ndarray]:
+    def inputs(self, pictures: Sequence[np.ndarray], tables_CV: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """``pixel_values`` [pictures, channels, height, width]; arguments as for patches."""
         values = np.empty((len(pictures), 3, *self.smallest), dtype=np.float32)
         for number, pixels in enumerate(pictures):
-            for channel, table_V in enumerate(table_CV):
+            for channel, table_V in enumerate(tables_CV[number]):
                 values[number, channel] = table_V[pixels[:, :, channel]]
         return {"pixel_values": values}
 
@@ -209,11 +341,11 @@ class SizedForm(WholeForm):
     def described(self, height: int, width: int) -> dict[str, Any]:
         return {"image_sizes": [(height, width)]}
 
-    def inputs(self, pictures: Sequence[np.ndarray], table_CV: np.ndarray) -> dict[str, np.ndarray]:
+    def inputs(self, pictures: Sequence[np.ndarray], tables_CV: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """``pixel_values`` [pictures, channels, most height, most width] and ``image_sizes`` [pictures, 2]."""
         sizes = np.array([pixels.shape[:2] for pixels in pictures], dtype=np.int64).reshape(-1, 2)
         values = np.zeros((len(pictures), 3, *sizes.max(0, initial=0)), dtype=np.float32)
-        for pixels, place in zip(pictures, values, strict=True):
+        for pixels, table_CV, place in zip(pictures, tables_CV, values, strict=True):
             for channel, table_V in enumerate(table_CV):
                 place[channel, : pixels.shape[0], : pixels.shape[1]] = table_V[pixels[:, :, channel]]
         return {"pixel_values": values, "image_sizes": sizes}

@@ -3,6 +3,9 @@
 A picture becomes an ``Item``: RGB pixels of the size that the processor gives it. Everything behind that is derived
 from those bytes and never resized again. A picture that cannot be used as it is, is an error; none is replaced.
 
+A video becomes a ``Video``: an item for each of its pieces, which are pictures with a few frames, and their times,
+which the model is told in words before each.
+
 Transformers' processors on Pillow are used, also where torchvision is installed, whose resizing gives other pixels.
 """
 
@@ -20,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +32,15 @@ import numpy as np
 from roll.data.addresses import Address, PictureError, shown
 from roll.data.columns import IntArray, Item
 from roll.data.identity import content_ids
-from roll.data.picture_forms import PatchForm, PixtralWriter, WholeForm, form_of, form_problem
+from roll.data.picture_forms import (
+    PatchForm,
+    PixtralWriter,
+    VideoForm,
+    WholeForm,
+    form_of,
+    form_problem,
+    table_of,
+)
 from roll.utils.foreign import describe_error
 
 if TYPE_CHECKING:
@@ -61,6 +72,8 @@ class Reach:
     """Paths may lead out of it."""
     hosts: tuple[str, ...] | None = None
     """Hosts that are asked for those at addresses, none: all public ones. ``None``: there may be no addresses."""
+    video_folder: Path | None = None
+    """In which paths of videos begin. ``None``: there may be no videos."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +81,10 @@ class Source:
     """A picture of a dataset's row, not decoded yet."""
 
     found: Any
-    """Its file, address, encoded bytes, or a Pillow image."""
+    """Its file, address, encoded bytes, or a Pillow image; a tuple of them for the frames of a video."""
     place: str
     """In the row."""
+    is_video: bool = False
 
     def read(self) -> Source:
         """The same with the bytes of its file, so that it can go where that is not.
@@ -78,9 +92,19 @@ class Source:
         Raises:
             PictureError: it cannot be read.
         """
-        with _placed(self, ""):
-            data = _bytes(self.found) if isinstance(self.found, Path) else self.found
-            return Source(data.read() if isinstance(data, Address) else data, self.place)
+        with placed(self, ""):
+            found = self.found
+            return replace(self, found=tuple(map(_data, found)) if isinstance(found, tuple) else _data(found))
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video as a model is given it."""
+
+    items: tuple[Item, ...]
+    """Pieces of as many frames as the vision tower takes at a time, shape [frames, height, width, 3]."""
+    times: tuple[float, ...]
+    """Seconds from its beginning to each of its frames."""
 
 
 class Pictures:
@@ -91,6 +115,8 @@ class Pictures:
         min_pixels: a picture is made as large as that at least, in place of the processor's own bound.
         max_pixels: likewise, as large as that at most.
         decode_limit: pixels that it may have before; a small file may hold many more.
+        videos: ``fps``, ``max_frames``, ``min_pixels``, ``max_pixels`` and ``total_pixels`` of videos, where they are
+            not the processor's own (keys ``video_…`` of ``DataArguments``).
         tokenizer: the folder's, where it is loaded already.
     """
 
@@ -101,11 +127,13 @@ class Pictures:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         decode_limit: int = DECODE_LIMIT,
+        videos: Mapping[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.decode_limit = decode_limit
         self._bounds = (min_pixels, max_pixels)
+        self._video_rules = dict(videos or {})
         self._tokenizer = tokenizer
         self._loaded: Any = None
         self._lock = threading.Lock()
@@ -117,6 +145,7 @@ class Pictures:
     def __reduce__(self) -> tuple[Any, ...]:
         least, most = self._bounds
         options: Any = {"min_pixels": least, "max_pixels": most, "decode_limit": self.decode_limit}
+        options["videos"] = self._video_rules
         return functools.partial(Pictures, **options, tokenizer=self._tokenizer), (self.folder,)
 
     @classmethod
@@ -131,10 +160,9 @@ class Pictures:
 
     def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Pictures:
         """The same where the folder's tokenizer is loaded already."""
-        least, most = self._bounds
-        return Pictures(
-            self.folder, min_pixels=least, max_pixels=most, decode_limit=self.decode_limit, tokenizer=tokenizer
-        )
+        make, (folder,) = self.__reduce__()
+        found: Pictures = make(folder, tokenizer=tokenizer)
+        return found
 
     @property
     def token(self) -> int:
@@ -145,6 +173,15 @@ class Pictures:
     def mark(self) -> str:
         """Text that stands for one picture in what a chat template writes."""
         return str(self._processor.image_token)
+
+    @property
+    def video_token(self) -> int:
+        """Likewise of a video, and of each feature of its pieces."""
+        return int(self._processor.tokenizer.convert_tokens_to_ids(self.videos.mark))
+
+    def mark_of(self, shown: Item | Video) -> str:
+        """``mark`` of a picture, and what stands for a video."""
+        return self.mark if isinstance(shown, Item) else self.videos.mark
 
     @property
     def smallest(self) -> tuple[int, int]:
@@ -170,9 +207,9 @@ class Pictures:
         """
         if isinstance(source, Item):
             return source
-        with _placed(source, place):
-            with _bounded(source, self.decode_limit, reach) as image:
-                pixels = np.asarray(_rgb(image))
+        with placed(source, place):
+            with bounded(source, self.decode_limit, reach) as image:
+                pixels = np.asarray(rgb(image))
             size = self._size(*pixels.shape[:2])
             data = self._form.resize(pixels.transpose(2, 0, 1))
         data = np.ascontiguousarray(data.transpose(1, 2, 0))
@@ -190,20 +227,34 @@ class Pictures:
         """
         if isinstance(source, Item):
             return source
-        with _placed(source, place):
+        with placed(source, place):
             return self._blanks(*self._size(*self._upright_size(source)))
+
+    def blank_piece(self, frames: int, height: int, width: int) -> Item:
+        """Likewise of a video: a piece of black frames."""
+        return self._blanks(frames, height, width)
 
     def ids(self, item: Item) -> list[int]:
         """The vocabulary's ids that the mark becomes for an item."""
-        height, width, _ = item.data.shape
-        return [*self._known_ids(height, width)]
+        *frames, height, width, _ = item.data.shape
+        ids = self._known_ids(height, width)
+        return [self.video_token] * len(ids) if frames else [*ids]
 
-    def content(self, item: Item) -> IntArray:
-        """The item's own ids, which are below zero, each for one of ``ids``."""
-        if (found := self._contents.get(item)) is None:
-            found = content_ids(item, self.ids(item))
+    def content(self, shown: Item | Video) -> IntArray:
+        """The ids in the place of a mark: an item's own, which are below zero, each for one of ``ids``.
+
+        Those of a video are words that tell times, and marks, around its items' own.
+        """
+        if isinstance(shown, Video):
+            *_, height, width, _ = shown.items[0].data.shape
+            words = self.videos.text(shown.times, height, width)
+            ids = np.asarray(self._processor.tokenizer.encode(words, add_special_tokens=False), dtype=np.int64)
+            ids[ids == self.video_token] = np.concatenate([self.content(item) for item in shown.items])
+            return ids
+        if (found := self._contents.get(shown)) is None:
+            found = content_ids(shown, self.ids(shown))
             found.flags.writeable = False
-            self._contents[item] = found
+            self._contents[shown] = found
         return found
 
     def inputs(self, items: Sequence[Item]) -> dict[str, np.ndarray]:
@@ -211,11 +262,14 @@ class Pictures:
 
         The numbers are equal to the processor's own, which takes several times as long.
         """
-        return self._form.inputs([item.data for item in items], self._table_CV)
+        tables = [self._table_CV if item.data.ndim == 3 else self.videos.table_CV for item in items]
+        return self._form.inputs([item.data for item in items], tables)
 
     def inputs_by_processor(self, items: Sequence[Item]) -> dict[str, np.ndarray]:
-        """``inputs`` by the processor's own code, to compare with."""
+        """``inputs`` by the processor's own code, to compare with: of pictures, or of pieces of videos."""
         pixels = [item.data for item in items]
+        if pixels[0].ndim == 4:
+            return self.videos.inputs_by_processor(pixels)
         options: Any = {"return_tensors": "np", "input_data_format": "channels_last"}
         found = self._resizer(pixels, do_resize=False, do_center_crop=False, **options)
         return {name: np.asarray(found[name]) for name in self._form.names}
@@ -233,12 +287,12 @@ class Pictures:
 
     def _upright_size(self, source: Any) -> tuple[int, int]:
         """Height and width of a picture that can be decoded."""
-        with _bounded(source, self.decode_limit) as image:
+        with bounded(source, self.decode_limit) as image:
             width, height = image.size
             is_short = image.format in ("JPEG", "MPO") and image not in (source, getattr(source, "found", None))
             if is_short:
                 image.draft("RGB", (width // 8, height // 8))  # the whole file is still read
-            seen = _rgb(image)
+            seen = rgb(image)
             if is_short:
                 lies = image.getexif().get(_ORIENTATION, 1) > 4
                 return (width, height) if lies else (height, width)
@@ -269,13 +323,21 @@ class Pictures:
     @functools.cached_property
     def _table_CV(self) -> np.ndarray:
         """The number that the model gets for each value of a byte, in each channel, by the processor's arithmetic."""
-        chosen = self._resizer
-        values: Any = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256))
-        if chosen.do_rescale:
-            values = chosen.rescale(values, chosen.rescale_factor)
-        if chosen.do_normalize:
-            values = chosen.normalize(values, chosen.image_mean, chosen.image_std)
-        return np.asarray(values[:, 0], dtype=np.float32)
+        return table_of(self._resizer, self._resizer)
+
+    @functools.cached_property
+    def videos(self) -> VideoForm:
+        """How the model is given videos.
+
+        Raises:
+            PictureError: it is not, or not as it is known here.
+        """
+        entries = _entries(self.folder / "video_preprocessor_config.json")
+        entries = entries or _entries(self.folder / "processor_config.json").get("video_processor") or {}
+        try:
+            return VideoForm(self._processor, entries, **self._video_rules)
+        except ValueError as error:
+            raise PictureError(f"model path {str(self.folder)!r}: {error}") from error
 
     @property
     def _processor(self) -> Any:
@@ -349,8 +411,8 @@ def unresized(source: Any) -> Item:
     Raises:
         PictureError: it cannot be used.
     """
-    with _placed(source, ""), _bounded(source, DECODE_LIMIT) as image:
-        return Item(np.asarray(_rgb(image)))
+    with placed(source, ""), bounded(source, DECODE_LIMIT) as image:
+        return Item(np.asarray(rgb(image)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -364,8 +426,12 @@ def data_uri(item: Item) -> str:
 
 
 @contextmanager
-def _bounded(source: Any, limit: int, reach: Reach | None = None) -> Iterator[Image.Image]:
-    """A picture that is not decoded yet, and not too large to be."""
+def bounded(source: Any, limit: int, reach: Reach | None = None) -> Iterator[Image.Image]:
+    """A picture that is not decoded yet, and not too large to be.
+
+    Raises:
+        PictureError: it is neither.
+    """
     from PIL import Image
 
     source = source.found if isinstance(source, Source) else source
@@ -395,7 +461,7 @@ _ORIENTATION = 0x0112
 
 
 @contextmanager
-def _placed(source: Any, place: str) -> Iterator[None]:
+def placed(source: Any, place: str) -> Iterator[None]:
     """Puts the place before the reason why a picture cannot be used."""
     try:
         yield
@@ -404,8 +470,13 @@ def _placed(source: Any, place: str) -> Iterator[None]:
         raise PictureError(f"{where}: {error}" if where else str(error)) from error
 
 
-def _blank(height: int, width: int) -> Item:
-    return Item(np.broadcast_to(np.zeros((), np.uint8), (height, width, 3)))
+def _blank(*size: int) -> Item:
+    return Item(np.broadcast_to(np.zeros((), np.uint8), (*size, 3)))
+
+
+def _data(found: Any) -> Any:
+    """The bytes of a file or address; else what was found."""
+    return found.read() if isinstance(found, Address) else _bytes(found) if isinstance(found, Path) else found
 
 
 def _bytes(path: Path) -> bytes:
@@ -435,12 +506,13 @@ def _opened(source: Any, reach: Reach | None) -> Image.Image:
     return image
 
 
-def located(source: Any, reach: Reach | None) -> Any:
+def located(source: Any, reach: Reach | None, what: str = "a picture") -> Any:
     """The file, address or bytes that a picture's source means; a Pillow image means itself.
 
     Args:
         source: see ``Pictures.item``; what a dataset's row holds.
         reach: of a text that is a path or an address.
+        what: is expected.
 
     Raises:
         PictureError: it means none of them, or one that is out of reach.
@@ -457,7 +529,7 @@ def located(source: Any, reach: Reach | None) -> Any:
         return source
     if not isinstance(source, str) or not source.strip():
         got = "null" if source is None else "an empty text" if isinstance(source, str) else type(source).__name__
-        raise PictureError(f"{got}, expected a picture: bytes, base64, a data URI{' or a path' * (reach is not None)}")
+        raise PictureError(f"{got}, expected {what}: bytes, base64, a data URI{' or a path' * (reach is not None)}")
     if data := _DATA.match(source):
         if not (data["kind"] or "image/").startswith("image/") or ";base64" not in data["more"]:
             raise PictureError(f"a data URI of {source[:40]!r}, expected data:image/png;base64,… or another picture's")
@@ -471,7 +543,7 @@ def located(source: Any, reach: Reach | None) -> Any:
         return found
     if reach is None:
         raise PictureError(f"{source[:80]!r}: expected base64 or a data URI, since no folder of pictures is known here")
-    return _reached(source.removeprefix("file://"), reach)
+    return _file(resolved(source.removeprefix("file://"), reach))
 
 
 def _decoded(text: str) -> bytes:
@@ -481,15 +553,20 @@ def _decoded(text: str) -> bytes:
         raise PictureError(f"broken base64 ({error})") from error
 
 
-def _reached(path: str, reach: Reach) -> Path:
+def resolved(path: str, reach: Reach) -> Path:
+    """The absolute path of one that begins in the folder.
+
+    Raises:
+        PictureError: it leads out of that.
+    """
     try:
         root, found = reach.folder.resolve(), (reach.folder / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise PictureError(f"{path[:200]!r}: no path ({describe_error(error)})") from error
     if not (reach.outside or found.is_relative_to(root)):
-        keys = "image_folder, image_outside_folder"
+        keys = "image_folder, video_folder, image_outside_folder"
         raise PictureError(f"{path!r}: outside of {str(root)!r} ({keys})")
-    return _file(found)
+    return found
 
 
 def _file(path: Path) -> Path:
@@ -525,15 +602,22 @@ def _from_array(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    """Decoded, upright, in RGB; what is transparent shows white behind it."""
+def rgb(image: Image.Image, *, is_frame: bool = False) -> Image.Image:
+    """Decoded, upright, in RGB; what is transparent shows white behind it.
+
+    Args:
+        is_frame: it is one of several in its file.
+
+    Raises:
+        PictureError: it cannot be used.
+    """
     from PIL import Image, ImageOps
 
     if image.mode not in _MODES:
         raise PictureError(f"pixels of Pillow's mode {image.mode}, expected eight bits for each of 1, 3 or 4 channels")
     try:
         # MPO is the JPEG of a telephone, with smaller ones behind it.
-        if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
+        if not is_frame and image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
             raise PictureError(f"{frames} frames, expected one picture")
         image.load()
         image = ImageOps.exif_transpose(image)

@@ -80,7 +80,7 @@ def load_preferences(
     overflow: Literal["error", "truncate", "drop"] = "error",
     scoring: Scoring | None = None,
     seed: int = 0,
-    no_pictures: str = "",
+    refused: Mapping[str, str] | None = None,
 ) -> Conversations:
     """Reads, filters, renders and checks a dataset; the last answers of its conversations are what is compared.
 
@@ -91,7 +91,7 @@ def load_preferences(
         left_out: finds what the template of ``encode`` leaves out; ``None``: nobody does.
         overflow: see ``load_conversations``; where one side of a pair goes, so does the other.
         scoring: what the questions must bring to have answers of the policy scored; ``None``: they are not.
-        no_pictures: see ``load_prompts``.
+        refused: see ``Reading``.
 
     Returns:
         With ``preferred_B`` and, in pairs, ``pair_B``, and ``target_B`` where a column has margins; the better side
@@ -101,7 +101,7 @@ def load_preferences(
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    reading = Reading(args, seed, no_pictures=no_pictures)
+    reading = Reading(args, seed, refused=refused or {})
     rows = reading.drawn(_read_judged(reading, columns, label, scoring))
     if scoring is not None:
         scoring.check_questions(((row.place, row.answers[0].question) for row in rows), reading)
@@ -299,14 +299,14 @@ def load_scored(
     max_tokens: int,
     overflow: Literal["error", "drop"] = "error",
     seed: int = 0,
-    no_pictures: str = "",
+    refused: Mapping[str, str] | None = None,
 ) -> Conversations:
     """Reads, filters, renders and checks a dataset of answers with scores, or of steps with labels.
 
     Args:
         columns: of the scores, or of the steps and their labels.
         overflow: a longer one is an error or left out.
-        no_pictures: see ``load_prompts``.
+        refused: see ``Reading``.
 
     Returns:
         With ``returns_T``, what the score of each end should be.
@@ -315,7 +315,7 @@ def load_scored(
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    reading = Reading(args, seed, no_pictures=no_pictures)
+    reading = Reading(args, seed, refused=refused or {})
     rows = reading.drawn(_read_scored(reading, columns, in_steps))
     scored = {id(row.talk): row for row in rows}
 

@@ -20,9 +20,17 @@ import numpy as np
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.data.files import Unreadable
 from roll.data.pictures import PictureError, Reach
-from roll.data.row_pictures import PARTS, REFUSED, column_sources, picture_part, with_column
+from roll.data.row_pictures import (
+    PARTS,
+    REFUSED,
+    VIDEO_PARTS,
+    column_sources,
+    picture_part,
+    video_part,
+    with_column,
+)
 from roll.data.tool_messages import (
-    PICTURE,
+    MARKS,
     REASONING,
     Content,
     Message,
@@ -152,14 +160,15 @@ def _content(given: Mapping[str, Any], place: str, reach: Reach | None) -> tuple
         if not isinstance(part, Mapping):
             raise RowError(f"{place}[{index}]: {short(part)}, expected an object with type and text")
         kind = part.get("type") or ("text" if "text" in part else None)
-        if kind in PARTS and reach is not None:
+        if reach is not None and (kind in PARTS or (kind in VIDEO_PARTS and reach.video_folder is not None)):
             shown.append([_picture(part, f"{place}[{index}]", reach)])
             continue
         found = _THOUGHT_PARTS if kind in _THOUGHT_PARTS else _TEXT_PARTS
         if kind not in found:
+            others = "" if reach is None else " and pictures" if reach.video_folder is None else ", pictures and videos"
             raise RowError(
-                f"{place}[{index}]: a part of type {short(kind)}, expected only text"
-                f"{'' if reach is None else ' and pictures'}: {REFUSED.get(str(kind), _NOT_HERE)}"
+                f"{place}[{index}]: a part of type {short(kind)}, expected only text{others}: "
+                f"{REFUSED.get(str(kind), _NOT_HERE)}"
             )
         text = part.get(found[kind], part.get("text"))
         if not isinstance(text, str):
@@ -170,7 +179,7 @@ def _content(given: Mapping[str, Any], place: str, reach: Reach | None) -> tuple
 
 def _picture(part: Mapping[str, Any], place: str, reach: Reach) -> Mapping[str, Any]:
     try:
-        return picture_part(part, place, reach)
+        return (video_part if part["type"] in VIDEO_PARTS else picture_part)(part, place, reach)
     except PictureError as error:
         raise RowError(str(error)) from error
 
@@ -453,7 +462,10 @@ def picture_reach(args: DataArguments, file: str) -> Reach:
         folder = Path(args.image_folder).expanduser()
     named = args.image_urls
     hosts = (() if named else None) if isinstance(named, bool) else tuple(named)
-    return Reach(folder, args.image_outside_folder, hosts)
+    videos = None
+    if args.video is not None:
+        videos = folder if args.video_folder is None else Path(args.video_folder).expanduser()
+    return Reach(folder, args.image_outside_folder, hosts, videos)
 
 
 def row_messages(values: Mapping[str, Any], args: DataArguments, reach: Reach | None = None) -> tuple[Message, ...]:
@@ -474,25 +486,28 @@ def row_messages(values: Mapping[str, Any], args: DataArguments, reach: Reach | 
 def _with_pictures(
     messages: tuple[Message, ...], values: Mapping[str, Any], args: DataArguments, reach: Reach | None
 ) -> tuple[Message, ...]:
-    """Messages with the pictures of the row's column."""
-    if reach is None or args.image is None:
-        return messages
-    if args.image == _DEFAULT_IMAGE and not _has(values, args.image):
-        if _has(values, "image") and any(PICTURE in text_of(message["content"]) for message in messages):
-            raise RowError(
-                f"{PICTURE} in its words and a column 'image', but no column {_DEFAULT_IMAGE!r}: "
-                "data_args.image: image reads it, data_args.image: null no pictures"
-            )
+    """Messages with the pictures and videos of the row's columns."""
+    for kind, column in {"image": args.image, "video": args.video}.items() if reach is not None else ():
+        if column is None:
+            continue
+        assert reach is not None
         value = None
-    else:
-        value = _shown(values, args.image, reach)
-    try:
-        return with_column(messages, column_sources(value, args.image, reach), args.image)
-    except PictureError as error:
-        raise RowError(f"{error} (data_args.image: null: the column is not read)") from error
+        if column != DEFAULT_COLUMNS[kind] or _has(values, column):
+            value = _shown(values, column, reach)
+        elif _has(values, kind) and any(MARKS[kind] in text_of(message["content"]) for message in messages):
+            raise RowError(
+                f"{MARKS[kind]} in its words and a column {kind!r}, but no column {column!r}: "
+                f"data_args.{kind}: {kind} reads it, data_args.{kind}: null none"
+            )
+        try:
+            messages = with_column(messages, column_sources(value, column, reach, kind), column, kind)
+        except PictureError as error:
+            raise RowError(f"{error} (data_args.{kind}: null: the column is not read)") from error
+    return messages
 
 
-_DEFAULT_IMAGE = DataArguments.model_fields["image"].default
+DEFAULT_COLUMNS = {kind: DataArguments.model_fields[kind].default for kind in MARKS}
+"""Columns of pictures and videos, where the row may lack them."""
 
 
 def row_conversation(values: Mapping[str, Any], args: DataArguments, reach: Reach | None = None) -> Talk:
@@ -658,7 +673,8 @@ def other_columns(values: Mapping[str, Any], used: Collection[str]) -> dict[str,
 
 def used_columns(args: DataArguments) -> Sequence[str]:
     """The columns that have a place of their own in a prompt."""
-    columns = (args.prompt, args.query, args.messages, args.image, args.system, args.response, args.id, args.tag)
+    shown = (args.image, args.video)
+    columns = (args.prompt, args.query, args.messages, *shown, args.system, args.response, args.id, args.tag)
     return [column for column in columns if column is not None]
 
 

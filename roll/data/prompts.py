@@ -148,7 +148,7 @@ def load_prompts(
     tools: Mapping[str, Sequence[Tool]] | None = None,
     tag_renderers: Mapping[str, ChatRenderer] | None = None,
     check: RowCheck | None = None,
-    no_pictures: str = "",
+    refused: Mapping[str, str] | None = None,
 ) -> PromptDataset:
     """Reads, filters and checks the dataset, and fits its prompts to ``prompt_length``.
 
@@ -158,7 +158,7 @@ def load_prompts(
         allowed_tags: the domains that have rewards; ``None`` for any.
         tag_renderers: of tags whose prompts ``renderer`` does not render; these keep their ``prompt_ids``.
         check: finds what else is wrong with the rows.
-        no_pictures: why rows must have no pictures; empty: they may.
+        refused: see ``Reading``.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
@@ -169,7 +169,7 @@ def load_prompts(
     if wrong or not args.has_dataset:
         wrong = wrong or [args.problem("file_name", "files")]
         raise ConfigErrors([problem.under("data_args") for problem in wrong])
-    reading = Reading(args, seed, no_pictures=no_pictures)
+    reading = Reading(args, seed, refused=refused or {})
     renderers = _Renderers(renderer, tag_renderers or {}, prompt_length)
     placed = _placed(reading, allowed_tags, check, renderers)
     reading.require(placed)

@@ -33,7 +33,7 @@ ANSWERS = "answers"
 
 CONVERSATION = "conversation"
 """Entry of an episode's info: the messages of a question that is more than one, as JSON."""
-_IMAGES = DataArguments()
+_IMAGES = DataArguments(video=None)
 
 
 @dataclass(frozen=True)

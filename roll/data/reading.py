@@ -16,7 +16,7 @@ from roll.data.addresses import Address
 from roll.data.files import DataError, Problems, Row, Unreadable, plain_row, read_rows
 from roll.data.pictures import Reach, Source
 from roll.data.prompt_rows import RowError, passes, picture_reach, unread_columns
-from roll.data.row_pictures import fetch, sources_in
+from roll.data.row_pictures import counted, fetch, sources_in
 from roll.data.tool_messages import Message
 from roll.utils.hashing import Checksum, derive_seed
 from roll.utils.progress import advance
@@ -34,8 +34,8 @@ class Reading:
     """Of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``."""
     head: int | None = None
     """Most rows of each file."""
-    no_pictures: str = ""
-    """Why rows must have no pictures; empty: they may."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """By the type of a part, ``image`` or ``video``, why rows must have no such part; empty: they may."""
     problems: Problems = field(default_factory=Problems)
     counts: Counter[str] = field(default_factory=Counter)
     """``rows`` read and ``filtered`` out, and what a loader counts of the others."""
@@ -77,7 +77,9 @@ class Reading:
                 if passes(row.values, self.args.dataset_filter):
                     text = json.dumps(row.values, sort_keys=True, default=str)
                     self._content.update(f"{text}\n".encode())
-                    for column in filter(None, (self.args.image, self.args.messages, self.args.prompt)):
+                    for column in filter(
+                        None, (self.args.image, self.args.video, self.args.messages, self.args.prompt)
+                    ):
                         self._add_bytes(row.values.get(column))
                     self._place = row.place
                     yield make(row)
@@ -97,9 +99,10 @@ class Reading:
             RowError: it has some, and must have none.
         """
         sources = sources_in(messages)
-        if self.no_pictures and sources:
-            unread = "data_args.image: null: the column is not read"
-            raise RowError(f"{len(sources)} pictures, but {self.no_pictures} ({unread})")
+        for kind, why in self.refused.items():
+            if why and (shown := [source for source in sources if source.is_video == (kind == "video")]):
+                unread = f"data_args.{kind}: null: the column is not read"
+                raise RowError(f"{counted(shown)}, but {why} ({unread})")
         self._elsewhere += [(self._place, each) for each in sources if isinstance(each.found, Address)]
 
     def _add_bytes(self, value: Any) -> None:

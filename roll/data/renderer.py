@@ -17,7 +17,7 @@ import numpy as np
 
 from roll.data.columns import BoolArray, IntArray, Item
 from roll.data.control_text import ControlText
-from roll.data.pictures import Pictures
+from roll.data.pictures import Pictures, Video
 from roll.data.templates import ChatTemplate, read_template
 from roll.data.tool_messages import (
     REASONING,
@@ -253,21 +253,29 @@ class ChatRenderer:
         Raises:
             TemplateError: the template has not written a mark for each, or the model takes no pictures.
         """
-        shown = [item for message in messages for item in _items(message)]
+        shown = [one for message in messages for one in _shown(message)]
         if not shown:
             return ids, None
         from jinja2 import TemplateError
 
         if self.pictures is None:
             raise TemplateError(f"got {len(shown)} pictures, but the model takes none")
-        places = np.flatnonzero(ids == self.pictures.token)
-        if len(places) != len(shown):
-            raise TemplateError(f"it writes {self.pictures.mark} {len(places)} times for {len(shown)} pictures")
-        contents = [self.pictures.content(item) for item in shown]
+        marks = [self.pictures.mark_of(one) for one in shown]
+        tokens = {mark: self._id_of(mark) for mark in marks}
+        is_place = np.isin(ids, [*tokens.values()])
+        found = ids[is_place].tolist()
+        if found != [tokens[mark] for mark in marks]:
+            names = {self.pictures.mark: "pictures"}
+            counts = (
+                f"{mark} {found.count(token)} times for {marks.count(mark)} {names.get(mark, 'videos')}"
+                for mark, token in tokens.items()
+            )
+            raise TemplateError(f"it writes {', '.join(counts)}")
+        contents = [self.pictures.content(one) for one in shown]
         repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[places] = [len(content) for content in contents]
+        repeats[is_place] = [len(content) for content in contents]
         spread = np.repeat(ids, repeats)
-        spread[np.repeat(ids == self.pictures.token, repeats)] = np.concatenate(contents)
+        spread[np.repeat(is_place, repeats)] = np.concatenate(contents)
         return spread, repeats
 
     def _encode_behind(self, context: str, said: str) -> tuple[IntArray, IntArray]:
@@ -493,7 +501,7 @@ class ChatRenderer:
         if tools or not all(map(_is_plain, messages)):
             conversation, tools = self._with_tools(messages, tools)
         text = self._render(conversation, tools, open_assistant=open_assistant)
-        return self.pictures.spaced(text) if self.pictures is not None and any(map(_items, messages)) else text
+        return self.pictures.spaced(text) if self.pictures is not None and any(map(_shown, messages)) else text
 
     def between_tokens(self, text: str) -> list[str]:
         """The pieces of a text of ``text`` between control tokens."""
@@ -682,23 +690,24 @@ class ChatRenderer:
 
 
 def items_of(messages: Iterable[Message]) -> tuple[Item, ...]:
-    """The pictures of a conversation, each once, in their order."""
-    return tuple(dict.fromkeys(item for message in messages for item in _items(message)))
+    """The pictures of a conversation and the pieces of its videos, each once, in their order."""
+    shown = (one for message in messages for one in _shown(message))
+    return tuple(dict.fromkeys(item for one in shown for item in (one.items if isinstance(one, Video) else (one,))))
 
 
-def _items(message: Message) -> list[Item]:
+def _shown(message: Message) -> list[Item | Video]:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return []
-    return [part["image"] for part in content if part["type"] == "image"]
+    return [part[part["type"]] for part in content if part["type"] != "text"]
 
 
 def _for_template(message: Message) -> Message:
-    """A message whose parts say of a picture only that it is one."""
+    """A message whose parts say of a picture or video only that it is one."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
-    parts = joined(*([part] if part["type"] == "text" else [{"type": "image"}] for part in content))
+    parts = joined(*([part] if part["type"] == "text" else [{"type": part["type"]}] for part in content))
     return {**message, "content": parts}
 
 

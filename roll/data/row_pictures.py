@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import re
@@ -18,18 +19,22 @@ from roll.data.addresses import Address, fetch_all
 from roll.data.columns import Item
 from roll.data.files import Problems
 from roll.data.pictures import PictureError, Pictures, Reach, Source, located
-from roll.data.tool_messages import PICTURE, Content, Message, in_words, joined, text_of
+from roll.data.tool_messages import MARKS, Content, Message, in_words, joined
+from roll.data.videos import shown, video_source
 
 PARTS = ("image", "image_url", "input_image")
 """Types of parts that are pictures: of Transformers and Anthropic, and of OpenAI's two interfaces."""
 REFUSED = {
-    **dict.fromkeys(("video", "video_url", "input_video"), "videos are not supported: give frames as pictures"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "videos are not read here: give frames as pictures"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "sound is not supported"),
     **dict.fromkeys(("file", "input_file", "document"), "files are not supported: give pages as pictures"),
 }
 """Types of other parts, and what is said of them."""
 _FORMS = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys of a part under which a picture is looked for."""
+_VIDEO_FORMS = ("video", "video_url", "path", "frames", "bytes", "url")
+"""Likewise a video."""
+VIDEO_PARTS = ("video", "video_url")
 SHOWING = ("user", "tool")
 """Roles that show pictures; in words of theirs, marks stand for them."""
 
@@ -51,6 +56,25 @@ def picture_part(part: Mapping[str, Any], place: str, reach: Reach | None) -> Ma
     return {"type": "image", "image": source_of(given, f"{place}.{forms[0]}", reach)}
 
 
+def video_part(part: Mapping[str, Any], place: str, reach: Reach) -> Mapping[str, Any]:
+    """A part of a message that is a video; without one of its own it waits for one of the column's.
+
+    Raises:
+        PictureError: it cannot be used, or it has keys of its own that say how it is read.
+    """
+    forms = [key for key in _VIDEO_FORMS if part.get(key) is not None]
+    others = [key for key in part if part[key] is not None and key not in (*forms, "type", "text")]
+    if others:
+        keys = "keys data_args.video_fps, video_max_frames, video_min_pixels, video_max_pixels"
+        raise PictureError(f"{place}.{others[0]}: got {part[others[0]]!r}, expected no such key in a video: {keys}")
+    if not forms:
+        return {"type": "video", "video": None}
+    given = part[forms[0]]
+    if isinstance(given, Mapping) and "url" in given:
+        given = given["url"]
+    return {"type": "video", "video": video_source(given, f"{place}.{forms[0]}", reach)}
+
+
 def source_of(value: Any, place: str, reach: Reach | None) -> Source:
     """A picture's source.
 
@@ -66,54 +90,64 @@ def source_of(value: Any, place: str, reach: Reach | None) -> Source:
         raise PictureError(f"{place}: {error}") from error
 
 
-def column_sources(value: Any, column: str, reach: Reach) -> list[Source]:
-    """The pictures of a column: one, or a list, which may be JSON's text; none where it says nothing."""
+def column_sources(value: Any, column: str, reach: Reach, kind: str = "image") -> list[Source]:
+    """The pictures or videos of a column: one, or a list, which may be JSON's text; none where it says nothing."""
+    make = source_of if kind == "image" else video_source
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
         except ValueError as error:
             raise PictureError(f"column {column!r}: text that is not a JSON list ({error})") from error
     if isinstance(value, list):
-        return [source_of(one, f"{column}[{index}]", reach) for index, one in enumerate(value)]
-    return [] if value is None or value == "" else [source_of(value, f"column {column!r}", reach)]
+        return [make(one, f"{column}[{index}]", reach) for index, one in enumerate(value)]
+    return [] if value is None or value == "" else [make(value, f"column {column!r}", reach)]
 
 
-def with_column(messages: Sequence[Message], sources: Sequence[Any], column: str) -> tuple[Message, ...]:
-    """Messages with the column's pictures, sources or items, in their places.
+def with_column(
+    messages: Sequence[Message], sources: Sequence[Any], column: str, kind: str = "image"
+) -> tuple[Message, ...]:
+    """Messages with the column's pictures or videos, sources or items, in their places.
 
     These are the marks ``<image>`` in words of users and tools, and parts without a picture of their own. Where there
-    is no such place at all, the pictures stand before the first words of a user.
+    is no such place at all, the pictures stand before the first words of a user. So it is with videos.
+
+    Args:
+        kind: type of their parts.
 
     Raises:
         PictureError: there are more places or fewer.
     """
     if not sources and all(isinstance(message["content"], str) for message in messages):
         return tuple(messages)
-    places = sum(map(_count, messages)) if sources else sum(map(_waiting, messages))
+    places = sum((_count if sources else _waiting)(message, kind) for message in messages)
     if places == 0 and sources:
         first = next(index for index, message in enumerate(messages) if message["role"] == "user")
-        shown = [{"type": "image", "image": source} for source in sources]
-        opened = {**messages[first], "content": joined(shown, messages[first]["content"])}
+        parts = [{"type": kind, kind: source} for source in sources]
+        opened = {**messages[first], "content": joined(parts, messages[first]["content"])}
         return (*messages[:first], opened, *messages[first + 1 :])
     if places != len(sources):
-        of = f"column {column!r}" if sources else f"no column {column!r}"
+        of, named = f"column {column!r}" if sources else f"no column {column!r}", _NAMES[kind]
         raise PictureError(
-            f"{places} places for pictures ({PICTURE} in words, and parts), but {len(sources)} pictures ({of})"
+            f"{places} places for {named} ({MARKS[kind]} in words, and parts), but {len(sources)} {named} ({of})"
         )
     if not sources:
         return tuple(messages)
     given = iter(sources)
-    return tuple(_filled(message, given) for message in messages)
+    return tuple(_filled(message, given, kind) for message in messages)
 
 
-def _count(message: Message) -> int:
+_NAMES = {"image": "pictures", "video": "videos"}
+
+
+def _count(message: Message, kind: str) -> int:
     if message["role"] not in SHOWING:
         return 0
-    return _waiting(message) + sum(text_of([part]).count(PICTURE) for part in _parts(message) if part["type"] == "text")
+    marks = sum(part["text"].count(MARKS[kind]) for part in _parts(message) if part["type"] == "text")
+    return _waiting(message, kind) + marks
 
 
-def _waiting(message: Message) -> int:
-    return sum(part["type"] == "image" and part["image"] is None for part in _parts(message))
+def _waiting(message: Message, kind: str) -> int:
+    return sum(part["type"] == kind and part[kind] is None for part in _parts(message))
 
 
 def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
@@ -121,23 +155,24 @@ def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _filled(message: Message, given: Iterator[Any]) -> Message:
-    if not _count(message):
+def _filled(message: Message, given: Iterator[Any], kind: str) -> Message:
+    if not _count(message, kind):
         return message
     parts: list[Mapping[str, Any]] = []
     for part in _parts(message):
-        if part["type"] == "image":
-            parts.append(part if part["image"] is not None else {"type": "image", "image": next(given)})
+        if part["type"] != "text":
+            waits = part["type"] == kind and part[kind] is None
+            parts.append({"type": kind, kind: next(given)} if waits else part)
             continue
-        for piece in re.split(f"({PICTURE})", part["text"]):
-            found = {"type": "image", "image": next(given)} if piece == PICTURE else {"type": "text", "text": piece}
+        for piece in re.split(f"({MARKS[kind]})", part["text"]):
+            found = {"type": kind, kind: next(given)} if piece == MARKS[kind] else {"type": "text", "text": piece}
             parts.append(found)
     return {**message, "content": joined(parts)}
 
 
 def sources_in(messages: Sequence[Message]) -> list[Source]:
-    """The pictures of a row's messages, in order."""
-    return [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
+    """The pictures and videos of a row's messages, in order."""
+    return [part[part["type"]] for message in messages for part in _parts(message) if part["type"] != "text"]
 
 
 def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank: bool = False) -> tuple[Message, ...]:
@@ -153,10 +188,10 @@ def with_items(messages: Sequence[Message], pictures: Pictures | None, *, blank:
         return tuple(messages)
     if pictures is None:
         unread = "data_args.image: null: the column is not read"
-        raise PictureError(f"{len(sources)} pictures, but the model has no processor for them ({unread})")
+        raise PictureError(f"{counted(sources)}, but the model has no processor for them ({unread})")
     if blank and any(isinstance(source.found, Address) and not source.found.is_here for source in sources):
         return in_words(messages)
-    return replaced(messages, pictures.blank if blank else pictures.item)
+    return replaced(messages, functools.partial(shown, pictures, blank=blank))
 
 
 def fetch(sources: Iterable[tuple[str, Source]], problems: Problems) -> list[str]:
@@ -179,6 +214,13 @@ def fetch(sources: Iterable[tuple[str, Source]], problems: Problems) -> list[str
     return digests
 
 
+def counted(sources: Sequence[Source]) -> str:
+    """So many pictures, videos, or both, in words."""
+    videos = sum(source.is_video for source in sources)
+    numbers = {"pictures": len(sources) - videos, "videos": videos}
+    return " and ".join(f"{number} {name}" for name, number in numbers.items() if number)
+
+
 def read_sources(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages of a row with the bytes of files in place of their paths.
 
@@ -199,7 +241,8 @@ def replaced(messages: Sequence[Message], make: Callable[[Source], Any]) -> tupl
 
 
 def _part(part: Mapping[str, Any], make: Callable[[Source], Any]) -> Mapping[str, Any]:
-    return {**part, "image": make(part["image"])} if part["type"] == "image" else part
+    kind = part["type"]
+    return part if kind == "text" else {**part, kind: make(part[kind])}
 
 
 _FILE = 1 << 30

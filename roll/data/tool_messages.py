@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
 """As in OpenAI's API: ``role`` and ``content`` (a text, ``None`` beside calls, or parts); an assistant's ``tool_calls``
-and ``reasoning_content``; a tool's ``tool_call_id`` and ``name``. A part is ``{"type": "text", "text": …}`` or
-``{"type": "image", "image": …}``, an ``Item`` where it is rendered."""
+and ``reasoning_content``; a tool's ``tool_call_id`` and ``name``. A part is ``{"type": "text", "text": …}``,
+``{"type": "image", "image": …}`` with an ``Item`` where it is rendered, or ``{"type": "video", "video": …}`` with a
+``Video``."""
 Content: TypeAlias = str | Sequence[Mapping[str, Any]]
 Tool: TypeAlias = Mapping[str, Any]
 """An OpenAI function dict: ``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
@@ -21,13 +22,15 @@ RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
 
 PICTURE = "<image>"
 """What stands for a picture in a text for people and verifiers, and in the texts of datasets."""
+MARKS = {"image": PICTURE, "video": "<video>"}
+"""The same by the types of parts that are no text."""
 
 
 def text_of(content: Content | None) -> str:
-    """The words of a content, with ``<image>`` for a picture."""
+    """The words of a content, with ``<image>`` for a picture and ``<video>`` for a video."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part["text"] if part["type"] == "text" else PICTURE for part in content)
+    return "".join(part["text"] if part["type"] == "text" else MARKS[part["type"]] for part in content)
 
 
 def in_words(messages: Iterable[Message]) -> tuple[Message, ...]:

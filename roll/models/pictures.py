@@ -36,6 +36,10 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "glm4v
 What a family wants of a picture, its class says by the arguments that it has, and its processor by what it writes."""
 TOWERS = {"llava": "clip_vision_model"}
 """Of families whose towers are of several kinds, the one that was compared."""
+VIDEO_FAMILIES = ("qwen3_vl",)
+"""Likewise on videos."""
+_OF_VIDEOS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
+"""Arguments of the unmodified model for a video, by those for a picture."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 
@@ -100,6 +104,7 @@ class Tower:
         self._apart = apart
         self._blank = Item(np.zeros((*pictures.smallest, 3), dtype=np.uint8))
         self._token = model.config.image_token_id
+        self._tokens = [self._token, getattr(model.config, "video_token_id", self._token)]
         self.has_positions = hasattr(self._trunk, "get_rope_index")
         """A picture's tokens have positions in height and width."""
         taken = inspect.signature(self._trunk.forward).parameters.keys()
@@ -245,21 +250,31 @@ class Tower:
         if not along:
             self._cells_RC = cells_RC.to(self._trunk.device)
             return self._values([self._blank]) | kinds
-        shown = [item for _, item in along]
-        values = {name: torch.from_numpy(x) for name, x in self.pictures.inputs_by_processor(shown).items()}
-        for name, found in self._values(shown).items():
-            if not torch.equal(found, values[name]):
-                raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
-        return values | kinds
+        found = dict[str, Tensor]()
+        for names, ndim in (({}, 3), (_OF_VIDEOS, 4)):
+            if not (shown := [item for _, item in along if item.data.ndim == ndim]):
+                continue
+            values = {name: torch.from_numpy(x) for name, x in self.pictures.inputs_by_processor(shown).items()}
+            for name, ours in self._values(shown).items():
+                if not torch.equal(ours, values[name]):
+                    raise ValueError(
+                        f"{name} of a row's pictures are not those that the model's picture processor makes"
+                    )
+            found |= {names.get(name, name): x for name, x in values.items()}
+        # Of the two kinds of marks, those of videos are the second.
+        is_video_L = torch.from_numpy(vocabulary_ids(row.tokens_T.numpy()) == self._tokens[1]).int()
+        second = is_video_L * any(item.data.ndim == 4 for _, item in along)
+        return found | {name: kind + kind * second for name, kind in kinds.items()}
 
     def shows(self, ids: IntArray) -> BoolArray:
         """The ids in whose places the model puts a picture's features."""
-        shown: BoolArray = (ids < 0) & (vocabulary_ids(ids) == self._token)
+        shown: BoolArray = (ids < 0) & np.isin(vocabulary_ids(ids), self._tokens)
         return shown
 
     def _check_size(self, item: Item, size: int) -> None:
-        if size != (expected := self.pictures.ids(item).count(self._token)):
-            high, wide, _ = item.data.shape
+        ids = self.pictures.ids(item)
+        if size != (expected := sum(map(ids.count, {*self._tokens}))):
+            *_, high, wide, _ = item.data.shape
             raise ValueError(
                 f"a picture of {wide} x {high} pixels: got {size} tokens in its row, expected {expected}, as many "
                 "as the tower makes features of it"

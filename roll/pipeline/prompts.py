@@ -28,7 +28,7 @@ from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
 from roll.pipeline.teachers import teacher_prompts
-from roll.preflight.models import pictures_refused
+from roll.preflight.models import media_refused
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rewards.scorer import sees
 from roll.rewards.scoring import References
@@ -271,7 +271,7 @@ def _load(
         tools=tools,
         tag_renderers=tag_renderers(config, renderer),
         check=References(config.rewards, TRIAL_SECONDS, tell, tell),
-        no_pictures=pictures_refused(config),
+        refused=media_refused(config),
     )
 
 

@@ -18,7 +18,7 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.rl import RLConfig
 from roll.preflight.choices import check_functions
-from roll.preflight.models import has_tokenizer, pictures_refused
+from roll.preflight.models import has_tokenizer, media_refused
 from roll.preflight.templates import policy_renderer
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     from roll.data.reading import Reading
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
-    reading = Reading(present, config.seed, HEAD, no_pictures=pictures_refused(config))
+    reading = Reading(present, config.seed, HEAD, refused=media_refused(config))
     try:
         tags, whole = _read_head(reading, config, lines, held_out=key.startswith("validation"))
     except DataError as error:

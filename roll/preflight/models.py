@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.configs.engine_rules import compute_dtype, no_pictures
+from roll.configs.engine_rules import compute_dtype, no_pictures, no_videos
 from roll.configs.engines.card import EngineCard, kind_of, task_of
 from roll.configs.pipeline import SMOLLM2, TINIES, TINY, TINY_VL, PipelineConfig
 from roll.configs.problems import ConfigProblem, show
@@ -557,6 +557,39 @@ def pictures_refused(config: PipelineConfig) -> str:
             card = worker.strategy_args.card
             if card is not None and (why := card.blind_to(entries["model_type"], worker)):
                 return f"{role}'s {worker.strategy_args.strategy_name} {why}"
+    return ""
+
+
+def media_refused(config: PipelineConfig) -> dict[str, str]:
+    """By the type of a part of a message, why a run's rows must have none; empty: they may."""
+    pictures = pictures_refused(config)
+    return {"image": pictures, "video": pictures or _videos_refused(config)}
+
+
+def _videos_refused(config: PipelineConfig) -> str:
+    if why := no_videos(config):
+        return why
+    from roll.models.pictures import VIDEO_FAMILIES  # brings torch
+    from roll.rewards.scorer import sees
+
+    for name, domain in getattr(config, "rewards", {}).items():
+        if sees(domain):
+            return f"rewards.{name} has a verifier that sees pictures, which has not been compared on videos"
+    for key, model in config.models.items():
+        path = model_folder(model) / "config.json"
+        if model == TINY_VL:
+            family = "qwen2_5_vl"
+        elif (
+            model == TINY
+            or not path.is_file()
+            or not (entries := json.loads(path.read_text(encoding="utf-8"))).get("vision_config")
+        ):
+            continue
+        else:
+            family = str(entries.get("model_type"))
+        if family not in VIDEO_FAMILIES:
+            compared = ", ".join(VIDEO_FAMILIES)
+            return f"{key} is of the family {family}, expected one that was compared on videos: {compared}"
     return ""
 
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBat
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.models.loading import load_causal_lm
 from roll.models.lora import PREFIX, matrix_shapes
-from roll.models.pictures import FAMILIES, tower_of
+from roll.models.pictures import FAMILIES, VIDEO_FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
 from tests.support.contract import OPTIONS, buckets_of, burst, context_of, weights_of
 from tests.support.harness import (
@@ -49,7 +50,7 @@ from tests.support.harness import (
     record,
 )
 from tests.support.picture_models import make_picture_model, make_processor
-from tests.support.pictured import make_pictured, make_rows, picture, plain_logprobs, unmodified
+from tests.support.pictured import make_pictured, make_rows, picture, plain_logprobs, unmodified, video
 from tests.support.ranks import exported
 
 FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
@@ -73,6 +74,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lora": {"lora": ALL_ADAPTED},
     "routed": {"task": "routed-pictured"},
+    "filmed": {"task": "filmed", "worker": {"use_sequence_packing": True}, "training_args": FOUR},
+    "filmed-cut": {"task": "filmed", "worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
+    "filmed-lora": {"task": "filmed", "lora": ALL_ADAPTED},
 }
 """As in ``test_families``; an adapter leaves the tower alone."""
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -89,13 +93,16 @@ ROWS = [
     for family in FAMILIES
     for trainer in TRAINERS
     for variant in VARIANTS
-    if (variant != "routed" or family.endswith("moe")) and (trainer != "megatron_train" or family in MEGATRON.pictured)
+    if (variant != "routed" or family.endswith("moe"))
+    and (trainer != "megatron_train" or family in MEGATRON.pictured)
+    and (not variant.startswith("filmed") or (family in VIDEO_FAMILIES and trainer == "fsdp2_train"))
 ]
 SEEDS = {"glm4v": 3}
 """Of models that rounding changes less than others of their family."""
 CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
 CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen3_vl_moe", "fsdp2_train", "routed")}
 CHOICE |= {
+    ("qwen3_vl", "fsdp2_train", "filmed"),
     ("llava", "deepspeed_train", "whole"),
     ("glm4v", "deepspeed_train", "lora"),
     ("gemma3", "fsdp2_train", "packed"),
@@ -380,14 +387,24 @@ def make_prompts(family: str) -> Batch:
     return make_rows([first, [7], [3, c, 2, b, 4], first, [a, 2, a, 1]], 3, family)
 
 
-def batching_of(folder: Path, model: Any = None) -> ContinuousBatching:
+def make_filmed_prompts(family: str) -> Batch:
+    """Likewise: in a frame of a video, and in nothing; two lengths, and beside a picture."""
+    a, (b, c, d) = picture(1, 2, 3), (video(seed, 5, 1, 2) for seed in (2, 3, 4))
+    c = replace(b, items=(*b.items[:2], c.items[2]))
+    first: list[Any] = [3, b, 2, a, 4]
+    return make_rows([first, [7], [3, c, 2, a, 4], first, [2, d, 1, video(5, 2, 2, 2)]], 3, family)
+
+
+def batching_of(folder: Path, model: Any = None, most: int = 100) -> ContinuousBatching:
     model = model or load_causal_lm(str(folder), pictures=True)
     tower = tower_of(model, str(folder), apart=True)
-    return ContinuousBatching(model, stop_ids=(), stop_strings=None, max_running=8, max_prefill_tokens=100, tower=tower)
+    return ContinuousBatching(
+        model, stop_ids=(), stop_strings=None, max_running=8, max_prefill_tokens=most, tower=tower
+    )
 
 
-def sequences_of(tokens: int, family: str) -> list[RunningSequence]:
-    rows = make_prompts(family)
+def sequences_of(tokens: int, family: str, make: Callable[[str], Batch] = make_prompts) -> list[RunningSequence]:
+    rows = make(family)
     params = SamplingParams(max_new_tokens=tokens, temperature=0.0)
     prompts = np.split(rows.tokens_T.numpy(), np.cumsum(rows.lengths_B.numpy())[:-1])
     return [
@@ -403,16 +420,19 @@ def finish(batching: ContinuousBatching, sequences: list[RunningSequence]) -> No
         batching.step()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hf_infer_generates_as_the_unmodified_model(models, family):
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [*((family, make_prompts) for family in FAMILIES), *((family, make_filmed_prompts) for family in VIDEO_FAMILIES)],
+)
+def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
     """What it says of its tokens is what a trainer computes of them."""
     folder = models / family if (models / family).exists() else make_model(models / family, family)
-    batching, sequences = batching_of(folder), sequences_of(12, family)
+    batching, sequences = batching_of(folder, most=200), sequences_of(12, family, make)
     finish(batching, sequences)
     exact = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     exact.generation_config.eos_token_id = None
     for number, sequence in enumerate(sequences):
-        arguments = unmodified(make_prompts(family).select([number]), family)
+        arguments = unmodified(make(family).select([number]), family)
         output = exact.generate(**arguments, do_sample=False, max_new_tokens=12)
         assert sequence.tokens == output[0, -12:].tolist()
     assert sequences[0].logprobs == sequences[3].logprobs and sequences[0].tokens != sequences[2].tokens
@@ -427,7 +447,8 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family):
     trainer.setup()
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
     difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())
-    row_of = {"family": f"{family} pictures", "engine": "hf_infer", "variant": "greedy"}
+    variant = "greedy" if make is make_prompts else "greedy, videos"
+    row_of = {"family": f"{family} pictures", "engine": "hf_infer", "variant": variant}
     record("family", row_of | {"logprobs": difference})
     assert difference <= row(family, "fsdp2_train", "whole").bound("logprobs")
 

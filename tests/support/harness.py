@@ -40,7 +40,7 @@ from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.experts import chosen_experts, given_experts
-from tests.support.pictured import TITLES, make_pictured, make_pictured_groups, unmodified
+from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, unmodified
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 from tests.support.sizes import sizes
 
@@ -639,7 +639,7 @@ def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
 
 
 TASKS = {
-    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy", pictures="pictured" in name)
+    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy", pictures="pictured" in name or "filmed" in name)
     for name, batch in (
         ("policy", make_batch),
         ("grouped", make_groups),
@@ -648,6 +648,7 @@ TASKS = {
         ("routed-groups", make_routed_groups),
         *((f"pictured {family}", partial(make_pictured, family=family)) for family in TITLES),
         ("routed-pictured qwen3_vl_moe", partial(make_routed_pictured, family="qwen3_vl_moe")),
+        ("filmed qwen3_vl", make_filmed),
         *((f"pictured-groups {family}", partial(make_pictured_groups, family=family)) for family in TITLES),
     )
 }

@@ -177,6 +177,7 @@ def make_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
         f"{{% else %}}{{% for c in m['content'] %}}{{% if c['type'] == 'image' %}}{known.mark}"
+        f"{{% elif c['type'] == 'video' %}}<|vision_start|>{VIDEO}<|vision_end|>"
         "{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )

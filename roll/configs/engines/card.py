@@ -217,6 +217,10 @@ class EngineCard:
         """Why a role's model is not given pictures, in words that follow the strategy's name; empty: it is."""
         return "has not been compared with plain Transformers on pictures"
 
+    def no_videos(self, worker: Any) -> str:
+        """Likewise no videos."""
+        return "has not been compared with plain Transformers on videos"
+
     def blind_to(self, family: str, worker: Any) -> str:
         """The same of one family, by its ``model_type``, of those that ``roll.models.pictures`` has."""
         known = self.pictured

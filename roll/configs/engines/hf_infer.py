@@ -43,6 +43,9 @@ class HfInferCard(EngineCard):
     def no_pictures(self, worker: WorkerConfig) -> str:
         return ""
 
+    def no_videos(self, worker: WorkerConfig) -> str:
+        return ""
+
 
 CARD = HfInferCard()
 

@@ -140,6 +140,7 @@ def _images(options: argparse.Namespace) -> DataArguments:
 
     hosts = options.image_urls
     args = DataArguments(
+        video=None,
         image_folder=options.image_folder or None,
         image_outside_folder=options.image_outside_folder,
         image_urls=hosts == "any" or (hosts.split(",") if hosts is not None else False),

@@ -27,7 +27,7 @@ from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Prepare, Samples, Take, run_offline
 from roll.pipeline.programs import DPO
 from roll.pipeline.roles import Roles
-from roll.preflight.models import pictures_refused
+from roll.preflight.models import media_refused
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def _load(
         overflow=config.sample_overflow,
         scoring=scoring,
         seed=config.seed,
-        no_pictures=pictures_refused(config),
+        refused=media_refused(config),
     )
 
 

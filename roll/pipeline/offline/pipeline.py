@@ -40,7 +40,7 @@ from roll.pipeline.prompts import (
 )
 from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
 from roll.pipeline.start import RunContext
-from roll.preflight.models import pictures_refused
+from roll.preflight.models import media_refused
 from roll.preflight.templates import policy_renderer
 from roll.report.render import save_answers
 from roll.rewards.scoring import References
@@ -354,5 +354,5 @@ def load_sft_data(
         whole=isinstance(config, DistillConfig) and config.distill_on_prompt,
         scoring=scoring,
         seed=config.seed,
-        no_pictures=pictures_refused(config),
+        refused=media_refused(config),
     )

@@ -17,7 +17,7 @@ from roll.data.template_check import LeftOut
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.offline.pipeline import OfflinePipeline, Parts, Take, run_offline
 from roll.pipeline.programs import REWARD_MODEL
-from roll.preflight.models import pictures_refused
+from roll.preflight.models import media_refused
 
 
 def run_reward_model(
@@ -83,7 +83,7 @@ def _load(
             max_tokens=max_tokens,
             overflow=config.sample_overflow,
             seed=config.seed,
-            no_pictures=pictures_refused(config),
+            refused=media_refused(config),
         )
     assert config.sample_overflow != "truncate", "a rule"
     return load_scored(
@@ -94,7 +94,7 @@ def _load(
         max_tokens=max_tokens,
         overflow=config.sample_overflow,
         seed=config.seed,
-        no_pictures=pictures_refused(config),
+        refused=media_refused(config),
     )
 
 

@@ -67,7 +67,7 @@ def write(folder, *rows, name="rows.jsonl"):
 
 def load(path, renderer, **keys):
     length = keys.pop("prompt_length", 500) if renderer else None
-    options = {"no_pictures": keys.pop("no_pictures", ""), "prompt_length": length}
+    options = {"refused": keys.pop("refused", {}), "prompt_length": length}
     talks = {} if "prompt" in keys else {"messages": "messages"}
     args = DataArguments(file_name=str(path), response=None, default_tag="t", shuffle=False, **talks, **keys)
     return load_prompts(args, renderer=renderer, allowed_tags=None, seed=0, **options)
@@ -261,7 +261,7 @@ def test_a_picture_counts_as_many_tokens_as_it_has(renderer, tmp_path):
         (row("<image>", ["http://example.org/a.png"]), "not fetched"),
         (row("<image>", "[1"), "not a JSON list"),
         (row(part(type="image", image="nothing.png")), r"messages\[0\].content\[1\].image: .*no such file"),
-        (row(part(type="video", video="a.mp4")), "videos are not supported"),
+        (row(part(type="video", video="a.mp4")), r"messages\[0\].content\[1\].video: 'a.mp4'|no such file"),
         (row(part(type="input_audio", input_audio={})), "sound is not supported"),
         (row([{"role": "assistant", "content": part(type="image", image="one.png")}]), "not supported here"),
         (row("<image>", None, image="one.png"), "data_args.image: image"),
@@ -280,7 +280,7 @@ def test_what_is_wrong_is_told_by_file_line_and_column(renderer, tmp_path, given
 def test_rows_that_must_have_no_pictures(renderer, tmp_path):
     path = write(tmp_path, row("<image>", ["one.png"]), row("text"))
     with pytest.raises(DataError, match=r"rows.jsonl:1: 1 pictures, but the engine is blind"):
-        load(path, renderer, no_pictures="the engine is blind")
+        load(path, renderer, refused={"image": "the engine is blind"})
     with pytest.raises(DataError, match=r"rows.jsonl:1: 1 pictures, but the model has no processor"):
         load(path, ChatRenderer(renderer.tokenizer))
     first, _ = load(path, ChatRenderer(renderer.tokenizer), image=None)

@@ -188,7 +188,7 @@ ACCEPTED = [
     talk("unknown message keys", [user(score=0.5, at={"x": [1]}), says(model="y")]),
 ]
 
-VIDEO = {"type": "video_url", "video_url": {"url": "x"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "x"}}
 ANSWERS = [
     (says(""), "m[1].content: empty, expected an answer"),
     (says("", tool_calls=[]), "m[1].content: empty, expected an answer"),
@@ -214,7 +214,7 @@ ANSWERS = [
 ]
 QUESTIONS = [
     (user(weight=1), "m[0].weight: 1 of the user, expected only of the assistant"),
-    (user([VIDEO]), "m[0].content[0]: a part of type 'video_url', expected only text and pictures: videos"),
+    (user([SOUND]), "m[0].content[0]: a part of type 'input_audio', expected only text, pictures and videos: sound"),
     (user({"a": 1}), "m[0].content: {'a': 1}, expected text, or a list of parts"),
     (user(tool_calls=[called()]), "m[0]: a call of the user, expected only of the assistant"),
     (user("\ud800"), "m[0].content: a lone surrogate at character 1"),
