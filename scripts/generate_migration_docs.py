@@ -55,9 +55,9 @@ what is left to do. The report begins with both; with `--all` it also lists keys
 The exit code is 1 if a key is impossible or unknown or the result needs an edit, 2 if a file cannot be read, else 0.
 Files of ROLL and verl that train on pictures are translated, for models of the families Qwen2.5-VL, Qwen3-VL, Qwen3.5,
 GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1; ROLL's `DetectionRewardWorker` becomes the verifier `boxes`, and the
-rows of GEO3K in verl are scored as there (0.9 of `math`, 0.1 of the form). Others with pictures, and those with video
-or sound, recognised by keys, models and data sets, are refused. A role whose engine takes no pictures here is named,
-with one that does. Secrets are not copied. `roll train` with such a file prints the command to run.
+rows of GEO3K in verl are scored as there (0.9 of `math`, 0.1 of the form). ROLL's keys `video_…` and verl's `video_key`
+are translated for models of Qwen3-VL. Others with pictures or videos, and those with sound, recognised by keys, models
+and data sets, are refused. A role whose engine takes no pictures or videos here is named, with one that does. Secrets are not copied. `roll train` with such a file prints the command to run.
 """
 
 FIGURES = """\

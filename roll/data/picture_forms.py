@@ -223,17 +223,14 @@ class VideoForm:
         """``table_of`` of frames."""
         return table_of(self._processor.image_processor, self._own)
 
-    def inputs_by_processor(self, pieces: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """``PatchForm.inputs`` of pieces, in patches by the processor's own code."""
+    def inputs_by_processor(self, piece: np.ndarray) -> dict[str, np.ndarray]:
+        """``PatchForm.inputs`` of a piece, in patches by the processor's own code."""
         import torch
 
-        sizes, code = (self._own.patch_size, self._own.merge_size, self.at_a_time), self._processor.image_processor
-        found = []
-        for piece in pieces:
-            frames = [_numbers(code, self._own, frame) for frame in piece.transpose(0, 3, 1, 2)]
-            found.append(self._own.patchify(torch.from_numpy(np.stack(frames))[None], *sizes))
-        values = np.concatenate([patches[0].numpy() for patches, *_ in found])
-        return {"pixel_values": values, "image_grid_thw": np.array([grid for _, *grid in found], dtype=np.int64)}
+        frames = [_numbers(self._processor.image_processor, self._own, frame) for frame in piece.transpose(0, 3, 1, 2)]
+        sizes = (self._own.patch_size, self._own.merge_size, self.at_a_time)
+        patches, *grid = self._own.patchify(torch.from_numpy(np.stack(frames))[None], *sizes)
+        return {"pixel_values": patches[0].numpy(), "image_grid_thw": np.array([grid], dtype=np.int64)}
 
 
 _VIDEOS = "Qwen3VLVideoProcessor"

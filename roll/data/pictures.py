@@ -266,10 +266,13 @@ class Pictures:
         return self._form.inputs([item.data for item in items], tables)
 
     def inputs_by_processor(self, items: Sequence[Item]) -> dict[str, np.ndarray]:
-        """``inputs`` by the processor's own code, to compare with: of pictures, or of pieces of videos."""
+        """``inputs`` by the processor's own code, to compare with."""
         pixels = [item.data for item in items]
+        if len(pixels) > 1 and any(each.ndim == 4 for each in pixels):
+            parts = [self.inputs_by_processor([item]) for item in items]
+            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if pixels[0].ndim == 4:
-            return self.videos.inputs_by_processor(pixels)
+            return self.videos.inputs_by_processor(pixels[0])
         options: Any = {"return_tensors": "np", "input_data_format": "channels_last"}
         found = self._resizer(pixels, do_resize=False, do_center_crop=False, **options)
         return {name: np.asarray(found[name]) for name in self._form.names}

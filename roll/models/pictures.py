@@ -38,8 +38,6 @@ TOWERS = {"llava": "clip_vision_model"}
 """Of families whose towers are of several kinds, the one that was compared."""
 VIDEO_FAMILIES = ("qwen3_vl",)
 """Likewise on videos."""
-_OF_VIDEOS = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
-"""Arguments of the unmodified model for a video, by those for a picture."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 
@@ -250,21 +248,15 @@ class Tower:
         if not along:
             self._cells_RC = cells_RC.to(self._trunk.device)
             return self._values([self._blank]) | kinds
-        found = dict[str, Tensor]()
-        for names, ndim in (({}, 3), (_OF_VIDEOS, 4)):
-            if not (shown := [item for _, item in along if item.data.ndim == ndim]):
-                continue
-            values = {name: torch.from_numpy(x) for name, x in self.pictures.inputs_by_processor(shown).items()}
-            for name, ours in self._values(shown).items():
-                if not torch.equal(ours, values[name]):
-                    raise ValueError(
-                        f"{name} of a row's pictures are not those that the model's picture processor makes"
-                    )
-            found |= {names.get(name, name): x for name, x in values.items()}
-        # Of the two kinds of marks, those of videos are the second.
-        is_video_L = torch.from_numpy(vocabulary_ids(row.tokens_T.numpy()) == self._tokens[1]).int()
-        second = is_video_L * any(item.data.ndim == 4 for _, item in along)
-        return found | {name: kind + kind * second for name, kind in kinds.items()}
+        shown = [item for _, item in along]
+        if any(item.data.ndim == 4 for item in shown):
+            # Given as a video, a row with pictures too would go through the tower twice, and other ranks would not.
+            self._cells_RC = cells_RC.to(self._trunk.device)
+        values = {name: torch.from_numpy(x) for name, x in self.pictures.inputs_by_processor(shown).items()}
+        for name, found in self._values(shown).items():
+            if not torch.equal(found, values[name]):
+                raise ValueError(f"{name} of a row's pictures are not those that the model's picture processor makes")
+        return values | kinds
 
     def shows(self, ids: IntArray) -> BoolArray:
         """The ids in whose places the model puts a picture's features."""

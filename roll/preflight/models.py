@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -573,24 +574,25 @@ def _videos_refused(config: PipelineConfig) -> str:
     from roll.rewards.scorer import sees
 
     for name, domain in getattr(config, "rewards", {}).items():
-        if sees(domain):
-            return f"rewards.{name} has a verifier that sees pictures, which has not been compared on videos"
+        with suppress(ValueError):  # arguments that others tell of
+            if sees(domain):
+                return f"rewards.{name} has a verifier that sees pictures, which has not been compared on videos"
     for key, model in config.models.items():
-        path = model_folder(model) / "config.json"
-        if model == TINY_VL:
-            family = "qwen2_5_vl"
-        elif (
-            model == TINY
-            or not path.is_file()
-            or not (entries := json.loads(path.read_text(encoding="utf-8"))).get("vision_config")
-        ):
-            continue
-        else:
-            family = str(entries.get("model_type"))
-        if family not in VIDEO_FAMILIES:
+        if (family := _seeing_family(model)) not in (None, *VIDEO_FAMILIES):
             compared = ", ".join(VIDEO_FAMILIES)
             return f"{key} is of the family {family}, expected one that was compared on videos: {compared}"
     return ""
+
+
+def _seeing_family(model: str) -> str | None:
+    """``model_type`` of a model with a vision tower; ``None`` for others and for those that are not here."""
+    if model == TINY_VL:
+        return "qwen2_5_vl"
+    path = model_folder(model) / "config.json"
+    if model in (SMOLLM2, TINY) or not path.is_file():
+        return None
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return str(entries.get("model_type")) if entries.get("vision_config") else None
 
 
 def check_shown_pictures(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -53,6 +53,44 @@ def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, mo
     assert {name: again[name] for name in figures} == figures
 
 
+def filmed(path: Path) -> None:
+    """Rows with a list of frames, with an animation and a picture, with a picture alone, and with nothing."""
+    draw = np.random.default_rng(1)
+    images = [Image.fromarray(draw.integers(0, 256, (28, 56, 3), np.uint8)) for _ in range(7)]
+    for number, image in enumerate(images[:4]):
+        image.save(path / f"{number}.png")
+    images[4].save(path / "a.webp", save_all=True, append_images=images[5:], duration=400, lossless=True)
+    one, two, three, none = rows("t", [""] * 4)
+    shown = [
+        one | {"videos": [["0.png", "1.png", "2.png"]], "prompt": "<video>?"},
+        two | {"videos": ["a.webp"], "images": ["3.png"], "prompt": "<image> and <video>?"},
+        three | {"images": ["3.png"], "prompt": "<image>?"},
+        none | {"prompt": "<video>?"},
+    ]
+    write(path / "train.jsonl", shown)
+    write(path / "val.jsonl", shown[:1])
+
+
+@pytest.mark.slow
+def test_generator_and_trainer_agree_on_prompts_with_videos(rlvr, tmp_path):
+    model = make_picture_model(tmp_path / "model", "qwen3_vl")
+    filmed(tmp_path)
+    dump = f"rollout_dump_dir={tmp_path / 'episodes'}"
+    lengths = ("prompt_length=160", "sequence_length=166", "val_batch_size=1", "max_steps=2")
+    run = rlvr(f"pretrain={model}", *lengths, dump).ended()
+    assert all(run.metrics[step]["mismatch/logprob_diff_max"] < 1e-4 for step in (1, 2))
+    lines = [
+        line for file in (tmp_path / "episodes").glob("*/episodes.jsonl") for line in file.read_text().splitlines()
+    ]
+    asked = {json.loads(line)["turns"][0]["observation"] for line in lines}
+    assert asked == {"<video>?", "<image> and <video>?", "<image>?"}
+    refused = rlvr(
+        f"pretrain={model}", *lengths, "actor_train.strategy_args.strategy_name=deepspeed_train", output="refused"
+    )
+    said = refused.ended(2).output
+    assert "train.jsonl:1: 1 videos, but actor_train's deepspeed_train has not been compared" in said
+
+
 @pytest.mark.slow
 def test_a_judge_of_the_run_sees_what_the_policy_sees(rlvr, tmp_path):
     policy, judge = (str(make_picture_model(tmp_path / name, seed=seed)) for seed, name in enumerate(("p", "j")))

@@ -99,11 +99,7 @@ class Fsdp2Card(EngineCard):
         return ""
 
     def no_videos(self, worker: WorkerConfig) -> str:
-        options = worker.strategy_args.typed()
-        assert isinstance(options, Fsdp2Config)
-        sizes = {"ulysses_size": worker.model_args.ulysses_size, "tensor_parallel_size": options.tensor_parallel_size}
-        shared = [f"{key} {size}" for key, size in sizes.items() if size > 1]
-        return f"was not compared on videos with {' and '.join(shared)}" if shared else ""
+        return ""
 
     def blind_to(self, family: str, worker: WorkerConfig) -> str:
         size = worker.model_args.ulysses_size

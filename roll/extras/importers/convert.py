@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import tempfile
@@ -28,7 +29,7 @@ from roll.extras.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, ver
 from roll.extras.importers.common import drop_nulls, leaves
 from roll.extras.importers.draft import Draft, Kind, Outcome, value_at
 from roll.extras.importers.reading import Given, UnreadableError, read
-from roll.extras.importers.recognise import is_translated, media_in, picture_family, variant_of
+from roll.extras.importers.recognise import asks_for_videos, is_translated, media_in, picture_family, variant_of
 from roll.extras.importers.roll_offline import read_students
 
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -307,7 +308,9 @@ def convert(
     draft.ours.setdefault("exp_name", name)
     header = f"Imported from {SYSTEMS[system]}: {' '.join(file.name for file in files)}"
     values, text = _written(draft, schema, header)
-    rules = [*(checks or {}).get(schema, ()), *([_check_engines_see] if media_in(draft) else [])]
+    rules = [*(checks or {}).get(schema, ())]
+    if media := media_in(draft):
+        rules.append(functools.partial(_check_engines_see, videos=asks_for_videos(media)))
     found = problems_of(text, schema, rules)
     if _leave_out(draft, found):
         values, text = _written(draft, schema, header)
@@ -396,11 +399,12 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
             draft.tell(Kind.UNKNOWN, key, value)
 
 
+_WITH_VIDEOS = "qwen3_vl"
 _WITH_PICTURES = ("roll", "verl", "verl_sft")
 """Systems whose keys of pictures are translated."""
 _NO_MEDIA = (
-    "there is no video or sound here, and pictures are for models of the families Qwen2.5-VL, Qwen3-VL, Qwen3.5, "
-    "GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1, of files of ROLL and verl"
+    "there is no sound here, videos are for Qwen3-VL alone, and pictures are for models of the families Qwen2.5-VL, "
+    "Qwen3-VL, Qwen3.5, GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1, of files of ROLL and verl"
 )
 
 
@@ -414,9 +418,12 @@ def _refuse_pictures(draft: Draft) -> None:
         draft.tell(Kind.IMPOSSIBLE, key, value, note=_NO_MEDIA)
 
 
-def _check_engines_see(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Every role's engine is given pictures; a run asks only once the model's files are there."""
+def _check_engines_see(config: PipelineConfig, *, videos: bool = False) -> Iterator[ConfigProblem]:
+    """Every role's engine is given pictures, and videos; a run asks only once the model's files are there."""
     family = picture_family(config.pretrain)
+    if videos and family is not None and family != _WITH_VIDEOS:
+        key, column = "actor_train.data_args.video", config.actor_train.data_args.video
+        yield ConfigProblem(key, column, f"null: videos are for {_WITH_VIDEOS} alone, not for {family}")
     for role, worker in config.roles.items():
         card, name = worker.strategy_args.card, worker.strategy_args.strategy_name
         if card is None:
@@ -424,9 +431,12 @@ def _check_engines_see(config: PipelineConfig) -> Iterator[ConfigProblem]:
         why, generator = card.no_pictures(worker), "vllm"
         if not why and family and (why := card.blind_to(family, worker)):
             generator = "vllm" if family in (VLLM.pictured or ()) else "hf_infer"
+        if not why and videos and (why := card.no_videos(worker)):
+            generator = "hf_infer"
         if why:
             other = generator if role == "actor_infer" else "fsdp2_train" if role in TRAINED else "fsdp2_infer"
-            expected = f"a strategy that takes pictures, such as {other} ({name} {why})"
+            shown = "videos" if videos else "pictures"
+            expected = f"a strategy that takes {shown}, such as {other} ({name} {why})"
             yield ConfigProblem(f"{role}.strategy_args.strategy_name", name, expected)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,8 @@ _HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projec
 """Keys that verl's files have with their defaults, whatever is trained."""
 
 
-_OTHER_MEDIA = re.compile(r"video|audio|omni|custom_data_kwargs")
+_OTHER_MEDIA = re.compile(r"audio|omni|custom_data_kwargs|use_audio_in_video")
+_VIDEO = re.compile(r"(?:^|_)videos?(?:_|$)")
 FAMILIES = {
     "qwen2_5_vl": re.compile(r"qwen-?2[._]5-?vl"),
     "qwen3_vl_moe": re.compile(r"qwen-?3-?vl-?\d+b-?a\d+b"),
@@ -121,6 +122,11 @@ def is_translated(key: str, value: Any) -> bool:
     text = f"{name} {value}".lower()
     names_model = bool(_SIGNS[1][0].search(name) and _SIGNS[1][1].search(str(value).lower()))
     return not _OTHER_MEDIA.search(text) and (not names_model or picture_family(text) is not None)
+
+
+def asks_for_videos(keys: Iterable[str]) -> bool:
+    """Tells whether some of the keys of ``media_in`` ask for videos by their names."""
+    return any(_VIDEO.search(key.rpartition(".")[2]) for key in keys)
 
 
 def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from roll.configs import SHIPPED
 from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.data import VIDEO_RULES
 from roll.configs.distill import DistillConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING
@@ -624,6 +625,10 @@ def _data(draft: Draft, agentic: bool) -> None:
         draft.derive(f"{data}.response", f"{data}.response", column, "the column that rewards compare with")
     if draft.get(f"{data}.file_name"):
         draft.derive("prompt_length", f"{data}.prompt_overflow", "drop", "a prompt that is too long is left out")
+    if asked := [key for key in VIDEO_RULES if draft.has(f"{data}.{key}")]:
+        draft.derive(f"{data}.{asked[0]}", f"{data}.video", "video", "the column of ROLL's own example")
+        if not draft.has(most := f"{data}.video_max_frames"):
+            draft.derive(f"{data}.{asked[0]}", most, 128, "ROLL's default")
     shares = draft.get(f"{data}.domain_interleave_probs")
     if isinstance(shares, dict):
         total = sum(float(share) for share in shares.values()) or 1.0

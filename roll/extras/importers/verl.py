@@ -316,6 +316,8 @@ def _data(draft: Draft) -> None:
         draft.tell(Kind.IMPOSSIBLE, "data.truncation", truncation, note=str(error))
     if draft.has("data.image_key") and (column := draft.theirs("data.image_key")) != "images":
         draft.derive("data.image_key", f"{data}.image", column)
+    if draft.has("data.video_key") and (column := draft.theirs("data.video_key")) != "videos":
+        draft.derive("data.video_key", f"{data}.video", column)
     if draft.has("data.seed"):
         draft.carry("data.seed", "seed", int)
     whole = int(draft.get("prompt_length", 512)) + int(draft.get("response_length", 512))

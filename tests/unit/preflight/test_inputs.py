@@ -125,6 +125,43 @@ def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, t
     assert "actor_train's fsdp2_train was not compared on gemma3 with ulysses_size 2, but on" in problem.hint
 
 
+@pytest.mark.parametrize(
+    ("family", "override", "reason"),
+    [
+        ("qwen3_vl", "seed=7", ""),
+        (
+            "qwen2_5_vl",
+            "seed=7",
+            "pretrain is of the family qwen2_5_vl, expected one that was compared on videos: qwen3",
+        ),
+        (
+            "qwen3_vl",
+            "actor_train.strategy_args.strategy_name=deepspeed_train",
+            "actor_train's deepspeed_train has not been compared with plain Transformers on videos",
+        ),
+        (
+            "qwen3_vl",
+            "actor_infer.strategy_args.strategy_name=sglang",
+            "actor_infer's sglang has not been compared with plain Transformers on videos",
+        ),
+        ("qwen3_vl", "agent={command: [x], pictures: true}", "agent is set: programs get text and pictures"),
+        (
+            "qwen3_vl",
+            "rewards.arithmetic.verifiers=[{name: judge, args: {judge_model_type: api, judge_model_name: x, pictures: true}}]",
+            "rewards.arithmetic has a verifier that sees pictures, which has not been compared on videos",
+        ),
+    ],
+)
+def test_videos_where_nobody_takes_them_are_problems_of_their_rows(load, tmp_path, family, override, reason):
+    write(tmp_path / "train.jsonl", row(), row(prompt="<video>?", videos=[["a.png", "b.png"]]))
+    for name in ("a", "b"):
+        Image.new("RGB", (28, 28)).save(tmp_path / f"{name}.png")
+    keys = (f"pretrain={make_processor(tmp_path / 'model', family)}", override)
+    problems = check_data(load(*keys))[1]
+    assert ["train.jsonl:2: 1 videos, but " + reason in each.hint for each in problems] == [True] * bool(reason)
+    assert not check_data(load(*keys, f"{TRAIN}.video=null"))[1]
+
+
 def test_reward_models_that_see_are_trained_as_they_were_compared(tmp_path):
     """Not by Megatron, and with an adapter of one family alone."""
 

@@ -439,7 +439,7 @@ def test_text_is_no_picture(values):
     [
         ("roll", "pretrain=OpenGVLab/InternVL3-8B"),
         ("roll", "+actor_train.data_args.audio_folder=/sounds"),
-        ("verl", "+data.video_key=clips"),
+        ("roll", "+actor_train.data_args.custom_data_kwargs_func=a.video_r1_get_data_kwargs"),
         ("verl", "actor_rollout_ref.model.path=lmms-lab/llava-onevision-qwen2-7b-ov"),
         ("verl_sft", "model.partial_pretrain=Qwen/Qwen2-VL-2B-Instruct"),
         ("chatlearn", "models.policy.load=/models/Qwen2.5-VL-7B-Instruct"),
@@ -538,8 +538,21 @@ def test_a_default_that_is_written_out_asks_for_no_pictures():
     found = imported("verl", *words, lost=set())
     assert {("data.image_key", DROPPED), ("data.video_key", DROPPED)} <= found.kinds
     imported("verl", *words, "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", lost=set())
-    for rate, lost in (("2.0", set()), ("4.0", {"actor_train.data_args.video_fps"})):
-        assert imported("roll", f"+actor_train.data_args.video_fps={rate}").lost == lost
+
+
+def test_videos_become_keys_of_ours():
+    data, seeing = "actor_train.data_args", "pretrain=Qwen/Qwen3-VL-4B-Instruct"
+    words = [f"+{data}.video_fps=4.0", f"+{data}.video_total_pixels=4096", f"+{data}.video_folder=/data", seeing]
+    engines = [f"{role}.strategy_args.strategy_name=hf_infer" for role in ("actor_infer", "reference")]
+    found = imported("roll", *words, "actor_train.strategy_args.strategy_name=fsdp2_train", *engines)
+    keys = ("video", "video_fps", "video_total_pixels", "video_folder", "video_max_frames")
+    assert found[tuple(f"{data}.{key}" for key in keys)] == ("video", 4.0, 4096, "/data", 128)
+    assert not [key for key in found.lost if "video" in key] and "pretrain" not in found.lost
+    found = imported("verl", "+data.video_key=clips", "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct")
+    expected = {each.path: each.expected for each in found.result.problems}
+    assert found[f"{data}.video",] == ("clips",)
+    assert expected[f"{data}.video"] == "null: videos are for qwen3_vl alone, not for qwen2_5_vl"
+    assert "such as hf_infer (vllm has not been compared" in expected["actor_infer.strategy_args.strategy_name"]
 
 
 def test_the_report_begins_with_what_a_user_must_look_at():
