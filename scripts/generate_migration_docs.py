@@ -57,7 +57,8 @@ Files of ROLL and verl that train on pictures are translated, for models of the 
 GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1; ROLL's `DetectionRewardWorker` becomes the verifier `boxes`, and the
 rows of GEO3K in verl are scored as there (0.9 of `math`, 0.1 of the form). ROLL's keys `video_…` and verl's `video_key`
 are translated for models of Qwen3-VL. Others with pictures or videos, and those with sound, recognised by keys, models
-and data sets, are refused. A role whose engine takes no pictures or videos here is named, with one that does. Secrets are not copied. `roll train` with such a file prints the command to run.
+and data sets, are refused. A role whose engine takes no pictures or videos here is named, with one that does. Secrets
+are not copied. `roll train` with such a file prints the command to run.
 """
 
 FIGURES = """\

@@ -38,7 +38,8 @@ def video_source(value: Any, place: str, reach: Reach) -> Source:
     Raises:
         PictureError: there is none, or it is out of reach.
     """
-    assert reach.video_folder is not None, "there may be videos"
+    if reach.video_folder is None:
+        raise PictureError(f"{place}: videos are not read here, expected pictures and text")
     reach = Reach(reach.video_folder, reach.outside)
     with placed(value, place):
         if isinstance(value, Mapping) and isinstance(frames := value.get("frames"), list):

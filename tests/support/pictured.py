@@ -139,15 +139,17 @@ def unmodified(one: Batch, family: str = "qwen3_vl") -> dict[str, Any]:
     assert one.items_I is not None
     along = items_along(one.tokens_T, one.items_I[0])
     found: dict[str, Any] = {"input_ids": vocabulary_ids(one.tokens_T)[None]}
+    marks: list[int] = [
+        make_tokenizer(family).encode(mark, add_special_tokens=False)[0] for mark in (FAMILIES[family].image, VIDEO)
+    ]
     if images := [item.data for _, item in along if item.data.ndim == 3]:
         options = {"return_tensors": "pt", "input_data_format": "channels_last"}
         processor = pictures_of(family)._processor.image_processor
         found |= processor(images, do_resize=False, do_center_crop=False, **options)
         found.pop("num_crops", None)
-    mark, filmed = make_tokenizer(family).convert_tokens_to_ids([FAMILIES[family].image, VIDEO])
     if along and (kinds := KINDS.get(family, "mm_token_type_ids")):
-        seen, marks = one.tokens_T < 0, found["input_ids"][0]
-        found[kinds] = ((seen & (marks == mark)).int() + 2 * (seen & (marks == filmed)).int())[None]
+        seen, ids = one.tokens_T < 0, found["input_ids"][0]
+        found[kinds] = ((seen & (ids == marks[0])).int() + 2 * (seen & (ids == marks[1])).int())[None]
     if any(item.data.ndim == 4 for _, item in along):
         found |= whole_videos(one)
     return found

@@ -18,10 +18,12 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from roll.configs.data import DataArguments
 from roll.data.columns import Item
-from roll.data.files import DataError
+from roll.data.conversations import load_conversations
+from roll.data.files import DataError, Problems
 from roll.data.identity import vocabulary_ids
 from roll.data.pictures import PictureError, Pictures, Reach, Source, Video
 from roll.data.prompts import check_prompts, load_prompts
+from roll.data.questions import read_questions
 from roll.data.reading import Reading
 from roll.data.renderer import ChatRenderer, items_of
 from roll.data.row_pictures import read_sources, with_items
@@ -333,6 +335,22 @@ class TestRows:
         assert prompt.has_pictures
         with pytest.raises(DataError, match=r"a part of type 'video', expected only text and pictures: videos are not"):
             self.load(tmp_path, renderer, row([{"type": "video", "video": "a.gif"}]), video=None)
+
+    def test_conversations_and_commands(self, renderer, tmp_path):
+        """Rows to imitate have videos; those of a command that answers questions are refused."""
+        said = {"role": "assistant", "content": "this"}
+        asked = row("<video>?", videos="a.gif")
+        path = tmp_path / "talks.jsonl"
+        (tmp_path / "a.gif").write_bytes(animation())
+        path.write_text(json.dumps(asked | {"m": [*asked["m"], said]}) + "\n")
+        args = DataArguments(file_name=str(path), messages="m", response=None)
+        talks = load_conversations(args, renderer=renderer, max_tokens=300)
+        assert talks.has_pictures and all(item.data.ndim == 4 for item in talks.batch.items_I[0])
+        problems = Problems()
+        path.write_text(json.dumps({"messages": asked["m"], "videos": "a.gif"}))
+        assert not list(read_questions([str(path)], None, problems))
+        with pytest.raises(DataError, match=r"talks.jsonl:1: column 'videos': videos are not read here"):
+            problems.raise_any()
 
     def test_rows_that_must_have_no_videos(self, renderer, tmp_path):
         with pytest.raises(DataError, match=r"rows.jsonl:1: 1 videos, but it is blind \(data_args.video: null"):

@@ -125,6 +125,9 @@ def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, t
     assert "actor_train's fsdp2_train was not compared on gemma3 with ulysses_size 2, but on" in problem.hint
 
 
+SEEING = "{judge_model_type: api, judge_model_name: x, pictures: true}"
+
+
 @pytest.mark.parametrize(
     ("family", "override", "reason"),
     [
@@ -147,7 +150,7 @@ def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, t
         ("qwen3_vl", "agent={command: [x], pictures: true}", "agent is set: programs get text and pictures"),
         (
             "qwen3_vl",
-            "rewards.arithmetic.verifiers=[{name: judge, args: {judge_model_type: api, judge_model_name: x, pictures: true}}]",
+            f"rewards.arithmetic.verifiers=[{{name: judge, args: {SEEING}}}]",
             "rewards.arithmetic has a verifier that sees pictures, which has not been compared on videos",
         ),
     ],
