@@ -39,8 +39,8 @@ RENDERED = frozenset(
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.:-]*[a-z0-9_])?", re.ASCII)
 VIDEO_RULES = ("video_fps", "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels")
 """Keys of ``DataArguments`` that say what is taken of every video of a run."""
-PICTURE_BOUNDS = ("image_min_pixels", "image_max_pixels", "image_decode_limit", *VIDEO_RULES)
-"""Keys of ``DataArguments`` that hold of every picture and video of a run."""
+PICTURE_BOUNDS = ("image_min_pixels", "image_max_pixels", "image_decode_limit")
+"""Keys of ``DataArguments`` that hold of every picture of a run."""
 
 
 class DatasetFilterConfig(Config):

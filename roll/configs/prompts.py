@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.data import PICTURE_BOUNDS, DataArguments
+from roll.configs.data import PICTURE_BOUNDS, VIDEO_RULES, DataArguments
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rewards import RewardConfig
@@ -141,7 +141,7 @@ def check_templates(config: PromptsConfig) -> Iterator[ConfigProblem]:
     if config.validation is None:
         return
     default = DataArguments()
-    for key in ("template", "chat_template_kwargs", "tag_templates", *PICTURE_BOUNDS):
+    for key in ("template", "chat_template_kwargs", "tag_templates", *PICTURE_BOUNDS, *VIDEO_RULES):
         unset = getattr(default, key)
         trained = getattr(config.actor_train.data_args, key)
         if (held_out := getattr(config.validation.data_args, key)) not in (unset, trained):
