@@ -13,8 +13,7 @@ from roll.configs import SHIPPED
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
-from roll.demo.arithmetic import Problem, is_held_out, worked_solution, write_dataset
-from roll.demo.preferences import write_pairs
+from roll.demo.arithmetic import Problem, is_held_out, worked_solution, write_dataset, write_pairs
 from roll.demo.warm_start import AnswersStart
 from roll.models.tiny import make_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
-from roll.demo.preferences import write_pairs
+from roll.demo.arithmetic import write_pairs
 from roll.pipeline.programs import PROGRAMS, program_of
 from roll.utils.registry import import_path
 
