@@ -1,6 +1,8 @@
 """What holds for all tests."""
 
 import asyncio
+import atexit
+import gc
 import importlib
 import inspect
 import os
@@ -33,6 +35,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+def pytest_collection_finish() -> None:
+    """Who looks for garbage, as engines often do, need not look among all that tests have imported: seconds each."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries complain of what is still there at the very end
 
 
 @pytest.fixture(scope="module", autouse=True)

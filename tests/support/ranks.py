@@ -1,6 +1,7 @@
 """Groups of processes as the tests of trainers start them, the files that they leave for the tests, and comparisons."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ IMPORTED = [
     "torch.distributed.fsdp",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
-    "tests.support.megatron_preload",
+    "tests.support.engines_preload",
     "tests.support.harness",
     __name__,
 ]
@@ -84,6 +85,7 @@ def slow_but(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
 
 def enter_rank(port: int, *, on_gpus: bool = False) -> None:
     """What a process of ``start_ranks`` does first; the tests run on CPUs, wherever they are."""
+    gc.freeze()  # engines look for garbage often: a second each time, where that is among all that is imported
     torch.set_num_threads(1)
     tensor_files.MIN_SHARE_BYTES = 1  # both ranks write a share of what they save, however small it is
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -107,7 +109,7 @@ def recorded_warnings(file: Path) -> Iterator[None]:
     """Leaves in ``file`` the warnings that a run would print, one in a line."""
     with warnings.catch_warnings(record=True) as caught:
         yield
-    preload = sys.modules.get("tests.support.megatron_preload")
+    preload = sys.modules.get("tests.support.engines_preload")
     told = [*caught, *(preload.WARNINGS if preload else ())]
     file.write_text("".join(f"{warning.filename}: {warning.message}\n" for warning in told))
 

@@ -1,8 +1,0 @@
-"""Imports Megatron as its ranks do, seconds of each: once, in the process of which they are forked."""
-
-import warnings
-
-from roll.distributed.strategy.megatron.substitutes import redirect_to_cpu
-
-with warnings.catch_warnings(record=True) as WARNINGS:
-    redirect_to_cpu()  # where it is not installed, the process of the ranks does without
