@@ -40,6 +40,26 @@ def test_a_generator_with_other_weights_stops_the_run_and_the_tensor_is_named(rl
     assert "of version 0 are up to" in words(run)
 
 
+@pytest.mark.slow
+def test_runs_with_other_kernels_part_in_a_phase_that_is_named(rlvr, tmp_path, capsys):
+    runs = [
+        rlvr(
+            "max_steps=2",
+            f"system_envs.ATEN_CPU_CAPABILITY={kernels}",
+            f"rollout_dump_dir={tmp_path / kernels}",
+            output=kernels,
+        ).ended()
+        for kernels in ("avx2", "default")
+    ]
+    config = runs[1].path / "config.yaml"  # each run is told of its own folder for orders, which must not count
+    config.write_text(config.read_text().replace("/faults-1", "/faults-0"))
+    assert roll(["compare", *(str(run.path) for run in runs)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "they part in step 1, phase logprobs: mismatch/logprob_diff" in said
+    assert "log-probs: those that the generators reported for the same tokens differ from step 1 on" in said
+    assert 'nothing but system_envs.ATEN_CPU_CAPABILITY ("avx2" | "default"). That explains it' in said
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr, tmp_path):
