@@ -206,8 +206,7 @@ class GatedRewardWorker(RewardWorker):
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
         self.calls += 1
-        # A task, as each sample is one: Ray's own coroutine around this one does not tell what it awaits.
-        await asyncio.create_task(async_gate(f"{self.role}-{self.rank}-score-{self.calls}"))
+        await async_gate(f"{self.role}-{self.rank}-score-{self.calls}")
         return await super().score(samples)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import tempfile
 import threading
 import time
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.distributed.cluster.errors import RpcTimeoutError, StallError
 from roll.utils.foreign import Fault
@@ -187,21 +189,35 @@ def waiting_tasks() -> list[str]:
     except RuntimeError:  # no event loop
         return []
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for task in tasks:
-        place = None if task is asyncio.current_task() else _place_of(task)
+    coroutines = {task.get_coro(): task.get_name() for task in tasks}
+    others = {each: "Task-" for each in _begun_elsewhere() if each not in coroutines}
+    current = asyncio.current_task()
+    for coroutine, name in (coroutines | others).items():
+        if current is not None and coroutine is current.get_coro():
+            continue
+        place = _place_of(coroutine)
         if place and place.partition(" ")[0] not in _ASKERS:
-            places[place].append(task.get_name())
+            places[place].append(name)
     lines = []
     for place, names in sorted(places.items(), key=lambda entry: -len(entry[1])):
-        named = sorted((name for name in names if not name.startswith("Task-")), key=_natural)
-        first = f", the first: {named[0]}" if named else ""
+        own = sorted((name for name in names if not name.startswith("Task-")), key=_natural)
+        first = f", the first: {own[0]}" if own else ""
         lines.append(f"{place}: {len(names)} {'tasks' if len(names) > 1 else 'task'}{first}")
     return sorted(lines, key=lambda line: ", the first:" not in line)
 
 
-def _place_of(task: asyncio.Task[object]) -> str | None:
-    """The innermost of our functions that a task is in."""
-    place, coroutine = None, cast(Any, task.get_coro())
+def _begun_elsewhere() -> list[Any]:
+    """Suspended coroutines that no other one of Python's awaits, such as an actor's methods: Ray's own are compiled."""
+    kinds = (types.CoroutineType, types.AsyncGeneratorType)
+    found = [each for each in gc.get_objects() if isinstance(each, kinds)]
+    awaited = {id(getattr(each, "cr_await", None) or getattr(each, "ag_await", None)) for each in found}
+    suspended = [each for each in found if getattr(each, "cr_suspended", False)]
+    return [each for each in suspended if id(each) not in awaited]
+
+
+def _place_of(coroutine: Any) -> str | None:
+    """The innermost of our functions that a coroutine is in."""
+    place = None
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
         if frame is not None and (found := _ours(frame.f_code.co_filename)):
