@@ -282,6 +282,7 @@ def leaving(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_of(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A strategy's ``strategy_config``: vLLM shares the device with others."""
     return {"gpu_memory_utilization": args.memory} if strategy == "vllm" else {}
 
 
@@ -536,14 +537,14 @@ def measured(part: str, row: str, path: Path, args: argparse.Namespace) -> dict[
     found = json.loads(results.read_text()) if results.exists() else {}
     if late:
         return found | {"error": f"not done after {args.seconds:.0f} s"}
-    return found or {"error": f"exit code {process.exitcode}"}
+    return found if process.exitcode == 0 or "error" in found else found | {"error": f"exit code {process.exitcode}"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model, on a CPU too")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--rows", help="only these rows of the parts, e.g. 'sleep 1,sleep 2'")
+    parser.add_argument("--rows", help="only these rows of the parts, e.g. 'default,hf_infer'")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, of which the fastest counts")
     parser.add_argument("--seconds", type=float, default=180.0, help="of a row at most")
     parser.add_argument("--memory", type=float, default=0.4, help="share of the device that vLLM may take")

@@ -487,10 +487,11 @@ def _with_pictures(
     messages: tuple[Message, ...], values: Mapping[str, Any], args: DataArguments, reach: Reach | None
 ) -> tuple[Message, ...]:
     """Messages with the pictures and videos of the row's columns."""
-    for kind, column in {"image": args.image, "video": args.video}.items() if reach is not None else ():
+    if reach is None:
+        return messages
+    for kind, column in {"image": args.image, "video": args.video}.items():
         if column is None:
             continue
-        assert reach is not None
         value = None
         if column != DEFAULT_COLUMNS[kind] or _has(values, column):
             value = _shown(values, column, reach)

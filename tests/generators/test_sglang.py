@@ -43,7 +43,16 @@ from tests.support.contract import (
     weights_of,
 )
 from tests.support.picture_models import make_picture_model
-from tests.support.probe_pair import SPOILED, Pair, exchange, started, started_seeing, wrong_names
+from tests.support.probe_pair import (
+    PENALTIES,
+    SPOILED,
+    TRUNCATIONS,
+    Pair,
+    exchange,
+    started,
+    started_seeing,
+    wrong_names,
+)
 
 SGLANG = OPTIONS.get("sglang", {})
 if "sglang" not in os.environ.get("ROLL_GENERATORS", "sglang").split(","):
@@ -257,12 +266,8 @@ def test_a_probe_names_right_bytes_under_wrong_names(faulty, monkeypatch):
     [
         ("hotter", {}, "temperature: both agree where the generator is asked for 0.57"),
         ("cut", {}, "a cut distribution"),
-        ("truncated", {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
-        ("truncated", {"top_k": 9}, "top_k: with 0 in place of 9 both agree"),
-        ("truncated", {"min_p": 0.05}, "min_p: with 0.0 in place of 0.05 both agree"),
-        ("penalised", {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
-        ("penalised", {"presence_penalty": 1.0}, "presence_penalty: with 0.0 in place of 1.0 both agree"),
-        ("penalised", {"frequency_penalty": 1.0}, "frequency_penalty: with 0.0 in place of 1.0 both agree"),
+        *(("truncated", *each) for each in TRUNCATIONS),
+        *(("penalised", *each) for each in PENALTIES),
         ("offset", {}, "token offset: what the generator reports for a token is what the trainer computes"),
         ("old keys and values", {}, "keys and values of old weights"),
         ("rope", {}, "layers: they part in model.layers.0"),

@@ -39,7 +39,7 @@ from tests.support.contract import (
     requests_of,
     weights_of,
 )
-from tests.support.probe_pair import SPOILED, Pair, exchange, started, wrong_names
+from tests.support.probe_pair import PENALTIES, SPOILED, TRUNCATIONS, Pair, exchange, started, wrong_names
 
 pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
 if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
@@ -305,12 +305,7 @@ def test_a_probe_names_a_wrong_tensor(faulty, monkeypatch, fault):
     [
         ("hotter", {}, "temperature: both agree where the generator is asked for 0.57"),
         ("cut", {}, "a cut distribution"),
-        ("processed", {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
-        ("processed", {"top_k": 9}, "top_k: with 0 in place of 9 both agree"),
-        ("processed", {"min_p": 0.05}, "min_p: with 0.0 in place of 0.05 both agree"),
-        ("processed", {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
-        ("processed", {"presence_penalty": 1.0}, "presence_penalty: with 0.0 in place of 1.0 both agree"),
-        ("processed", {"frequency_penalty": 1.0}, "frequency_penalty: with 0.0 in place of 1.0 both agree"),
+        *(("processed", *each) for each in (*TRUNCATIONS, *PENALTIES)),
         ("rope", {}, "layers: they part in model.layers.0"),
         ("tied weight apart", {}, "part behind them"),
         ("final soft cap", {}, "part behind them"),

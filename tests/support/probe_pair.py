@@ -173,3 +173,16 @@ def wrong_names(name: str) -> str:
     """Right bytes under wrong names, in the second layer."""
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     return re.sub("gate_proj|up_proj", lambda found: swap[found[0]], name) if "layers.1." in name else name
+
+
+TRUNCATIONS = (
+    ({"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
+    ({"top_k": 9}, "top_k: with 0 in place of 9 both agree"),
+    ({"min_p": 0.05}, "min_p: with 0.0 in place of 0.05 both agree"),
+)
+PENALTIES = (
+    ({"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
+    ({"presence_penalty": 1.0}, "presence_penalty: with 0.0 in place of 1.0 both agree"),
+    ({"frequency_penalty": 1.0}, "frequency_penalty: with 0.0 in place of 1.0 both agree"),
+)
+"""Settings of a request that a generator's log-probs follow though they should not, and what is said of them."""

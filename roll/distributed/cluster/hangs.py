@@ -200,8 +200,8 @@ def waiting_tasks() -> list[str]:
             places[place].append(name)
     lines = []
     for place, names in sorted(places.items(), key=lambda entry: -len(entry[1])):
-        own = sorted((name for name in names if not name.startswith("Task-")), key=_natural)
-        first = f", the first: {own[0]}" if own else ""
+        named = sorted((name for name in names if not name.startswith("Task-")), key=_natural)
+        first = f", the first: {named[0]}" if named else ""
         lines.append(f"{place}: {len(names)} {'tasks' if len(names) > 1 else 'task'}{first}")
     return sorted(lines, key=lambda line: ", the first:" not in line)
 

@@ -96,7 +96,7 @@ _HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projec
 """Keys that verl's files have with their defaults, whatever is trained."""
 
 
-_OTHER_MEDIA = re.compile(r"audio|omni|custom_data_kwargs|use_audio_in_video")
+_OTHER_MEDIA = re.compile(r"audio|omni|custom_data_kwargs")
 _VIDEO = re.compile(r"(?:^|_)videos?(?:_|$)")
 FAMILIES = {
     "qwen2_5_vl": re.compile(r"qwen-?2[._]5-?vl"),

@@ -20,7 +20,7 @@ from roll.pipeline.probe import Bound, Probe, find_causes, other_prompt
 from roll.utils.foreign import replaced
 from tests.support.known_families import make_known
 from tests.support.picture_models import make_picture_model
-from tests.support.probe_pair import Pair, exchange, started, started_seeing, to_int8
+from tests.support.probe_pair import PENALTIES, TRUNCATIONS, Pair, exchange, started, started_seeing, to_int8
 
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "down_proj"))
 VOCABULARY = len(make_tokenizer())
@@ -221,12 +221,8 @@ def penalised(logits_BV, rows, *args):
     [
         (hotter, {}, "temperature: both agree where the generator is asked for 0.57"),
         (cut_by_itself, {}, "a cut distribution"),
-        (cut_where_asked, {"top_p": 0.7}, "top_p: with 1.0 in place of 0.7 both agree"),
-        (cut_where_asked, {"top_k": 9}, "top_k: with 0 in place of 9 both agree"),
-        (cut_where_asked, {"min_p": 0.05}, "min_p: with 0.0 in place of 0.05 both agree"),
-        (penalised, {"repetition_penalty": 1.3}, "repetition_penalty: with 1.0 in place of 1.3 both agree"),
-        (penalised, {"presence_penalty": 1.0}, "presence_penalty: with 0.0 in place of 1.0 both agree"),
-        (penalised, {"frequency_penalty": 1.0}, "frequency_penalty: with 0.0 in place of 1.0 both agree"),
+        *((cut_where_asked, *each) for each in TRUNCATIONS),
+        *((penalised, *each) for each in PENALTIES),
     ],
 )
 def test_a_wrong_sampling_setting_is_named(pair_of, monkeypatch, sample, changes, words):
