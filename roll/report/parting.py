@@ -66,10 +66,9 @@ def partings(one: Run, other: Run, differ: Sequence[str], layout: Sequence[str])
     """
     found = Parting(one, other)
     _metrics(found)
-    if found.step is not None:
-        _tokens(found)
-    parted = _weights(found)
-    if found.step is not None or parted:
+    rows_part = _tokens(found)
+    weights_part = _weights(found)
+    if found.step is not None or rows_part or weights_part:
         found.lines.append(f"  cause: {_cause(found, differ, layout)}")
     return found.lines
 
@@ -110,15 +109,20 @@ def _phase(name: str) -> str:
     return next((phase for phase, starts in _PHASES if name.startswith(starts)), "train")
 
 
-def _tokens(found: Parting) -> None:
-    """The first sampled token that differs: of kept rollouts, else the first letter of the responses written."""
+def _tokens(found: Parting) -> bool:
+    """The first sampled token that differs: of kept rollouts, else the first letter of the responses written.
+
+    Tells whether any row differs, which equal metrics do not exclude: responses of equal lengths may have equal scores.
+    """
     one, other = _kept(found.one), _kept(found.other)
     if one is None or other is None:
-        found.lines.append(_texts(found))
-        if found.phase == "rollout":  # one token that is sampled otherwise moves its metrics by any amount
-            found.size = None
-        return
-    assert found.step is not None
+        response = _texts(found)
+        if response is not None:
+            found.lines.append(f"  response: {response or _SAME_TEXTS}")
+        if found.phase == "rollout" or (response and found.step is None):
+            found.size = None  # one token that is sampled otherwise moves metrics by any amount
+        return bool(response)
+    metrics_part = math.inf if found.step is None else found.step
     theirs = kept_steps(other)
     moved = False
     for step, folder in kept_steps(one).items():
@@ -127,7 +131,7 @@ def _tokens(found: Parting) -> None:
         largest, place, token = _compared(Collected.load(folder), Collected.load(theirs[step]))
         if largest > 0 and not moved:
             moved = True
-            if step <= found.step:
+            if step <= metrics_part:
                 found.size, found.of = largest, f"log-probs of the same tokens in step {step}"
             found.lines.append(
                 f"  log-probs: those that the generators reported for the same tokens differ from step {step} on, "
@@ -135,12 +139,13 @@ def _tokens(found: Parting) -> None:
             )
         if token:
             found.lines.append(f"  token: the first that differs is in step {step}, {token}")
-            if not moved and step <= found.step:
+            if not moved and step <= metrics_part:
                 found.size, found.of = math.inf, "a token after equal log-probs"
-            return
+            return True
     if not moved and found.phase == "rollout":
         found.size, found.of = math.inf, "what was judged or counted of the same tokens"
     found.lines.append("  token: all that were kept are the same")
+    return moved
 
 
 def _kept(run: Run) -> Path | None:
@@ -190,11 +195,18 @@ def _first_other(left: Sequence[Any], right: Sequence[Any]) -> int | None:
     return next((at for at, (a, b) in enumerate(zip_longest(left, right)) if a != b), None)
 
 
-def _texts(found: Parting) -> str:
-    assert found.step is not None
-    for path in sorted((found.one.folder / "trajectories").glob(f"{TRAINED}*.jsonl")):
-        if (number := int(path.stem.removeprefix(TRAINED))) > found.step:
-            break
+_SAME_TEXTS = "those that were written up to then are the same (rollout_dump_dir keeps all, with their tokens)"
+
+
+def _texts(found: Parting) -> str | None:
+    """The first letter that differs in the responses written up to the step in which metrics do.
+
+    Returns:
+        Empty where none does, ``None`` where none were written.
+    """
+    last, names = math.inf if found.step is None else found.step, f"trajectories/{TRAINED}*.jsonl"
+    paths = [path for path in sorted(found.one.folder.glob(names)) if int(path.stem.removeprefix(TRAINED)) <= last]
+    for path in paths:
         pairs = zip(
             read_json_lines(path), read_json_lines(found.other.folder / "trajectories" / path.name), strict=False
         )
@@ -202,10 +214,11 @@ def _texts(found: Parting) -> str:
             for turn, (left, right) in enumerate(zip(mine["turns"], theirs["turns"], strict=False), start=1):
                 if left["text"] != right["text"]:
                     return (
-                        f"  response: the first that differs is in step {number}, group {mine['group_id']}, member "
-                        f"{mine['member']}, turn {turn}: {_text_parting(left['text'], right['text'])}"
+                        f"the first that differs is in step {int(path.stem.removeprefix(TRAINED))}, group "
+                        f"{mine['group_id']}, member {mine['member']}, turn {turn}: "
+                        f"{_text_parting(left['text'], right['text'])}"
                     )
-    return "  response: those that were written up to then are the same (rollout_dump_dir keeps all, with their tokens)"
+    return "" if paths else None
 
 
 def _text_parting(left: str, right: str) -> str:
@@ -321,6 +334,8 @@ def _cause(found: Parting, differ: Sequence[str], layout: Sequence[str]) -> str:
     dtype = str(found.one.settings.get("actor_train.model_args.dtype") or "fp32")
     bound = _ROUNDING.get(dtype, max(_ROUNDING.values()))
     size = f"the first difference, of {found.of}, is {found.size or 0:.2g}"
+    if found.size == math.inf:
+        size = f"the first difference is {found.of}"
     if found.size is None:
         size = "how large the first difference is, is not known without rollout_dump_dir"
     if not known:

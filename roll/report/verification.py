@@ -7,6 +7,7 @@ algorithm itself.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ from roll.algorithms.selection import select_for_policy
 from roll.algorithms.shaping import Shaping, shape_rewards, with_old_policy
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.rl import RLConfig
+from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.distributed.strategy.training.optim import learning_rate
 from roll.rewards.scorer import best_reward
 from roll.rollout.metrics import REPETITIONS, kept_metrics, overlap_metrics
 from roll.rollout.rows import groups_to_batch
@@ -94,8 +97,8 @@ class Verification:
         relative, absolute = (_CLOSE, _CLOSE * 1e-2) if close is None else (close, close / 10)
         for name in counted.keys() & printed.keys():
             self.checked[name] = self.checked.get(name, 0) + 1
-            value = printed[name]
-            if value is None or not math.isclose(value, counted[name], rel_tol=relative, abs_tol=absolute):
+            value, near_0 = printed[name], 0.0 if name.endswith("/lr") else absolute
+            if value is None or not math.isclose(value, counted[name], rel_tol=relative, abs_tol=near_0):
                 self.wrong.append(Wrong(step, name, value, counted[name]))
 
     def text(self) -> str:
@@ -124,6 +127,8 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
     dumped = rollouts or (Path(config.rollout_dump_dir).expanduser() if config.rollout_dump_dir else None)
     oldest = next(iter(kept_steps(dumped)), 0) if dumped is not None else 0
     shaping: Shaping | None = Shaping(config.parts)
+    steps = _OptimizerSteps(config)
+    num_prompts = _num_prompts(run_dir, config)
     metrics = read_json_lines(run_dir / "metrics.jsonl")
     for printed in metrics:
         step = printed["step"]
@@ -131,8 +136,12 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
         if folder is not None and (folder / "episodes.jsonl").is_file():
             rows: Records = read_json_lines(folder / "episodes.jsonl")
             collected = Collected.load(folder)
+            if num_prompts:
+                draws = 1 + max(group.group_id for group in [*collected.groups, *collected.rejected])
+                found.compare(step, printed, {"rollout/epoch": draws // num_prompts})
             if collected.groups:
-                exact, trained = _of_rollouts(config, _Kept(folder, collected), shaping, step)
+                kept = _Kept(folder, collected)
+                exact, trained = _of_rollouts(config, kept, shaping, steps, printed)
                 found.compare(step, printed, exact)
                 dtype = config.actor_train.model_args.dtype or ""
                 found.compare(step, printed, trained, _TRAINED.get(dtype, _ROUNDED))
@@ -142,7 +151,8 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
             rows = _rows(run_dir, f"{TRAINED}{step:05d}")
             if len(_grouped(rows)) >= config.num_written_groups and len(rows) != printed.get("rollout/episodes"):
                 rows = []  # some of them
-            shaping = shaping if step == 0 else None  # running statistics have missed a step
+            if step > 0:
+                shaping, steps.missed = None, True  # running statistics have missed a step
         if rows:
             of_tags = _of_tags(rows, "rollout") | _attained(rows, config, "rollout")
             found.compare(step, printed, counted(rows, "rollout") | of_tags | _kept(rows) | _of_domains(rows, config))
@@ -167,6 +177,15 @@ def _why(name: str, counts_others: bool) -> str:
     if name.startswith(("rollout/", "kept/", "reward/", "async/l", "actor/advantage")) and not counts_others:
         return "rollout_dump_dir"
     return "trainer" if name.startswith(_TRAINER) else "other"
+
+
+def _num_prompts(run_dir: Path, config: RLConfig) -> int:
+    """Prompts that the run passes over; 0 where that is not known, or where each domain has passes of its own."""
+    path, data = run_dir / "summary.json", config.actor_train.data_args
+    if data.domain_interleave_probs is not None or not path.is_file():
+        return 0
+    recorded = json.loads(path.read_text(encoding="utf-8")).get("data", {})
+    return int(recorded.get("actor_train.data_args", {}).get("samples", 0))
 
 
 def _rows(run_dir: Path, name: str) -> Records:
@@ -276,9 +295,10 @@ class _Kept:
 
 
 def _of_rollouts(
-    config: RLConfig, kept: _Kept, shaping: Shaping | None, step: int
+    config: RLConfig, kept: _Kept, shaping: Shaping | None, steps: _OptimizerSteps, printed: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Ages of the tokens, shaped rewards and advantages; and what follows of the losses."""
+    """Ages of the tokens, shaped rewards, advantages and optimizer steps; and what follows of the losses."""
+    step = printed["step"]
     collected, batch = kept.groups, kept.batch(config)
     finished = [*collected.groups, *collected.rejected]
     prompts = [tuple(group.trajectories[0].turns[0].prompt_ids) for group in finished if group.trajectories]
@@ -296,27 +316,31 @@ def _of_rollouts(
         correction = config.train_infer_correction
         if batch.old_logprobs_T is not None and not correction.bypass:
             found |= mismatch_by_lag(with_old_policy(batch), step - 1, correction)
-    if shaping is None or getattr(config, "online_dpo", None) is not None:
+    chosen = getattr(config, "online_dpo", None) is not None  # and trains on a part of it
+    if not chosen:
+        found |= _of_ranks(config, batch, printed)
+    steps.missed = steps.missed or shaping is None or chosen
+    if shaping is None or chosen:
         return found, {}
     try:
         shaped, metrics = shaping(batch)
     except ValueError:  # it needs columns of a model that were not kept
+        steps.missed = True
         return found | shape_rewards(batch, config.reward, shaping.score_stats)[1], {}
-    found |= metrics
+    found |= metrics | steps.figures(shaped, _steps_per_epoch(config, kept), printed)
     if config.kl_loss_target is not None:
         coef, metrics = shaping.steer_kl_loss(shaped)
         config, found = config.model_copy(update={"kl_loss_coef": coef}), found | metrics
-    return found, _of_losses(config, shaped, len(collected.groups), step)
+    return found, _of_losses(config, shaped, kept, step)
 
 
-def _of_losses(config: RLConfig, batch: Batch, num_groups: int, step: int) -> dict[str, float]:
+def _of_losses(config: RLConfig, batch: Batch, kept: _Kept, step: int) -> dict[str, float]:
     """The losses of a step that takes one optimizer step, whose models are then those that scored the batch.
 
     What nobody computed before the update, such as entropies, is put in by two guesses: a figure that is the same with
     both does not depend on it.
     """
-    per_epoch = max(1, config.optimizer_steps_per_epoch * num_groups // config.groups_per_step)
-    if per_epoch * config.ppo_epochs != 1:
+    if _steps_per_epoch(config, kept) * config.ppo_epochs != 1:
         return {}
     found = _of_policy(config, batch, step) if step > config.critic_warmup else {}
     if batch.values_T is not None and batch.returns_T is not None:
@@ -324,6 +348,63 @@ def _of_losses(config: RLConfig, batch: Batch, num_groups: int, step: int) -> di
         output = build_value_loss(config)(TokenScores(values_T=batch.values_T), learnt, LossContext.of(learnt))
         found |= {name: float(value) for name, value in output.metrics.items()} | {"critic/loss": float(output.loss)}
     return found
+
+
+@dataclass
+class _OptimizerSteps:
+    """Counts the optimizer steps of a run, which its schedules of learning rates go by.
+
+    Attributes:
+        missed: some are not known.
+    """
+
+    config: RLConfig
+    missed: bool = False
+    _taken: dict[str, float] = field(default_factory=lambda: {"actor": 0, "critic": 0})
+
+    def figures(self, batch: Batch, per_epoch: int, printed: Mapping[str, Any]) -> dict[str, float]:
+        """Tokens and learning rates of the next step's optimizer steps; its advantages are in the batch."""
+        config, step, found = self.config, printed["step"], dict[str, float]()
+        if step > config.critic_warmup:
+            chosen, _ = select_for_policy(batch, config.parts, derive_seed(config.seed, "selection", step))
+            found |= self._of_role("actor", config.actor_train, chosen, per_epoch, printed)
+        if config.critic is not None:
+            learnt = batch.with_loss_mask(value_mask(batch, config.parts.advantage))
+            found |= self._of_role("critic", config.critic, learnt, per_epoch, printed)
+        return found
+
+    def _of_role(
+        self, area: str, worker: WorkerConfig, batch: Batch, per_epoch: int, printed: Mapping[str, Any]
+    ) -> dict[str, float]:
+        epochs = self.config.ppo_epochs
+        if per_epoch > 1 and not bool((batch.loss_tokens_B > 0).all()):  # an optimizer step may have had no tokens
+            self.missed = True
+            return {}
+        num_steps = epochs * min(per_epoch, batch.num_sequences) if bool(batch.loss_mask_T.any()) else 0
+        first, skipped = int(self._taken[area]), printed.get(f"{area}/skipped_steps", 0)
+        self._taken[area] += num_steps - skipped
+        if not num_steps:
+            return {}
+        found = {f"{area}/num_tokens": batch.num_tokens * epochs / num_steps}
+        args, total = worker.training_args, self.config.total_optimizer_steps
+        if args.lr_scheduler_type == "constant" or not (self.missed or skipped):
+            rates = [learning_rate(args, first + number, total) for number in range(num_steps)]
+            found[f"{area}/lr"] = statistics.fmean(rates)
+        return found
+
+
+def _of_ranks(config: RLConfig, batch: Batch, printed: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens of the data-parallel ranks, whose number is that of the printed mean."""
+    if not (mean := printed.get("global_seqlen/mean")):
+        return {}
+    found = batch.balance(max(1, round(batch.num_tokens / mean)))
+    if config.balance_ranks_by == "tokens":
+        return found
+    return {name: value for name, value in found.items() if "balanced" not in name}  # those know the model's size
+
+
+def _steps_per_epoch(config: RLConfig, kept: _Kept) -> int:
+    return max(1, config.optimizer_steps_per_epoch * len(kept.groups.groups) // config.groups_per_step)
 
 
 def _of_policy(config: RLConfig, batch: Batch, step: int) -> dict[str, float]:

@@ -84,7 +84,7 @@ def test_equal_runs_that_part_are_told_with_step_phase_metric_and_response(tmp_p
     write(tmp_path / "b", lines)
     record = {"group_id": 5, "member": 0, "turns": [{"text": "a"}, {"text": "the answer as 5"}]}
     (tmp_path / "b" / "trajectories" / "train-00005.jsonl").write_text(json.dumps(record) + "\n")
-    parted, response, weights, cause, same = Comparison(
+    parted, response, weights, cause, *same = Comparison(
         [Run.read(tmp_path / name, name) for name in ("a", "b", "c")]
     ).partings()
     assert "they part in step 5, phase train: actor/entropy is 1.0 and 1.5 (1 metrics differ)" in parted
@@ -93,7 +93,25 @@ def test_equal_runs_that_part_are_told_with_step_phase_metric_and_response(tmp_p
         in (response)
     )
     assert "no checkpoint" in weights and "nothing but python (" in cause and "does not explain it" in cause
+    assert same[0].endswith("all metrics are the same but those of time and memory")
+    assert same[1].startswith("  response: those that were written up to then are the same") and len(same) == 2
+
+    lines[4]["actor/entropy"], lines[5]["rollout/reward"] = 1.0, runs[2].metrics[5]["rollout/reward"]
+    write(tmp_path / "b", lines)  # another response of the same length and reward
+    same, response, cause = Comparison([Run.read(tmp_path / name, name) for name in ("c", "b")]).partings()
     assert same.endswith("all metrics are the same but those of time and memory")
+    assert "in step 5, group 5" in response and "how large the first difference is, is not known" in cause
+
+
+def test_rows_that_differ_are_found_where_all_metrics_are_the_same(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "c")):
+        made(tmp_path, name, rollout_dump_dir=str(tmp_path / f"kept_{name}"))
+        for step in (1, 2):
+            kept(tmp_path / f"kept_{name}", step, 0.0, flip=bool(number) and step == 2)
+    same, token, cause = Comparison([Run.read(tmp_path / name, name) for name in ("a", "c")]).partings()
+    assert same.endswith("all metrics are the same but those of time and memory")
+    assert "the first that differs is in step 2, group 2, member 1, turn 1, token 3: id 7 and 8" in token
+    assert "the first difference is a token after equal log-probs" in cause
 
 
 def kept(folder: Path, step: int, size: float, flip: bool) -> None:

@@ -123,6 +123,32 @@ def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scor
         assert [each.metric for each in verify(tmp_path, config).wrong] == [name]
 
 
+def test_schedules_tokens_by_rank_and_passes_over_the_data_follow_from_the_steps_so_far(tmp_path: Path) -> None:
+    """Two optimizer steps in each of three steps; the rate falls by a sixth of its peak with each that is taken."""
+    args = {"learning_rate": 6e-8, "lr_scheduler_type": "linear", "per_device_train_batch_size": 6}
+    worker = WorkerConfig(model_args={"dtype": "fp32"}, training_args=args, device_mapping=[0])
+    changes = {"rollout_batch_size": 3, "max_steps": 3, "rollout_dump_dir": str(tmp_path)}
+    config = CONFIG.model_copy(update={**changes, "actor_train": worker})
+    (tmp_path / "summary.json").write_text('{"data": {"actor_train.data_args": {"samples": 4}}}')
+    rng, lines = np.random.default_rng(3), list[dict[str, Any]]()
+    for step, rate, skipped in ((1, 5.5e-8, 0), (2, None, 1), (3, 2.5e-8, 0)):
+        groups = [group(3 * step + number - 2, rng) for number in range(3)]
+        write_rollouts(str(tmp_path), step, Collected(groups, []))
+        batch = groups_to_batch(groups, ["a"])
+        lengths = batch.lengths_B.tolist()
+        parts = {"min": min(sum(lengths[:6]), sum(lengths[6:])), "mean": sum(lengths) / 2}
+        line = {"step": step, "actor/num_tokens": batch.num_tokens / 2, "actor/skipped_steps": skipped}
+        line["rollout/epoch"] = (3 * step + 1) // 4
+        line |= {f"global_seqlen/{name}": float(value) for name, value in parts.items()}
+        lines.append(line | ({} if rate is None else {"actor/lr": rate}))
+    write(tmp_path, lines)
+    found = verify(tmp_path, config)
+    assert not found.wrong and found.checked["actor/lr"] == 2 and found.checked["rollout/epoch"] == 3
+    for name, change in (("actor/lr", 1e-10), ("actor/num_tokens", 1), ("rollout/epoch", 1), ("global_seqlen/min", 1)):
+        write(tmp_path, [*lines[:2], {**lines[2], name: lines[2][name] + change}])
+        assert [each.metric for each in verify(tmp_path, config).wrong] == [name]
+
+
 def test_steps_that_the_bound_has_deleted_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = a_run(tmp_path, steps=4)
     kept = tmp_path / "kept"
