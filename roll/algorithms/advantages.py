@@ -11,6 +11,7 @@ of a group's episodes at the same place).
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -35,6 +36,7 @@ from roll.algorithms.reductions import (
 from roll.algorithms.types import require_columns, require_finite, require_rewards
 from roll.configs.algorithm import AdvantageConfig, Estimator, Gae, Gdpo, Grpo, OfStates
 from roll.data.batch import Batch
+from roll.utils.foreign import describe_error
 from roll.utils.registry import Registry
 
 
@@ -190,7 +192,9 @@ def compute_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
     estimator = ADVANTAGES.get(config.adv_estimator)
     require_rewards(batch, user)
     require_finite(batch, "values_T")
-    batch = estimator(batch, config.estimator)
+    batch = (
+        _foreign(estimator, batch, config, user) if ":" in config.adv_estimator else estimator(batch, config.estimator)
+    )
     estimated_T, _ = require_columns(batch, "the step after " + user, "advantages_T", "returns_T")
     require_finite(batch, "advantages_T", "returns_T")
     advantages_T = estimated_T.clone()
@@ -200,6 +204,23 @@ def compute_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
         advantages_T.clamp_(-config.advantage_clip, config.advantage_clip)
     # A foreign estimator may have left something outside the mask.
     return batch.replace(advantages_T=advantages_T.masked_fill_(~batch.loss_mask_T, 0.0))
+
+
+def _foreign(estimator: AdvantageFn, batch: Batch, config: AdvantageConfig, user: str) -> Batch:
+    """What a user's function returns; raises ``ValueError``, with the line, for whatever it raises or returns else."""
+    try:
+        found: object = estimator(batch, config.estimator)
+    except Exception as error:
+        own = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of the function itself, not of what it calls
+        raise ValueError(f"{user} raised {describe_error(error)} ({own.filename}:{own.lineno})") from error
+    expected = "expected the batch with float32 advantages_T and returns_T: batch.replace(advantages_T=…, returns_T=…)"
+    if not isinstance(found, Batch):
+        raise ValueError(f"{user} returned {type(found).__name__}, {expected}")
+    for name in ("advantages_T", "returns_T"):
+        column = getattr(found, name)
+        if column is not None and column.dtype != torch.float32:
+            raise ValueError(f"{user} returned {name} of {column.dtype}, {expected}")
+    return found
 
 
 def grpo(batch: Batch, config: Grpo) -> Batch:

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -619,3 +620,43 @@ def test_the_branches_of_an_episode_may_lie_in_different_micro_batches(mode, see
     branched = branched.replace(advantages_T=torch.cos(branched.tokens_T.double()))
     logprobs_T = scores_of(branched).logprobs_T
     assert_any_split_adds_up(loss_of(mode, False), TokenScores(*[logprobs_T] * 4), branched, parts, seed)
+
+
+def mine(tmp_path: Path, code: str) -> str:
+    """The name of an estimator of one's own: ``mine`` in a file."""
+    path = tmp_path / "own.py"
+    path.write_text(f"import torch\n{code}\n")
+    return f"{path}:mine"
+
+
+def test_the_estimator_in_the_guide_is_the_score_minus_the_mean_of_the_group(tmp_path):
+    guide = (Path(__file__).parents[3] / "docs/algorithms.md").read_text().partition("### Your own estimator")[2]
+    code = guide.partition("```python\n")[2].partition("```")[0] + "\nmine = score_minus_mean"
+    batch = to_batch(random_episodes(3), False, 3)
+    own = compute_advantages(batch, AlgorithmConfig(adv_estimator=mine(tmp_path, code)))
+    known = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
+    torch.testing.assert_close(own.advantages_T, known.advantages_T)
+    torch.testing.assert_close(own.returns_T, known.returns_T)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("batch.advantages_T = batch.rewards_T; return batch", r"raised FrozenInstanceError: .* \(.*own.py:3\)"),
+        ("return batch.replace(advantages_T=batch.rewards_T[1:])", r"raised ValueError: Batch.advantages_T: got shape"),
+        ("pass", r"returned NoneType, expected the batch with float32 .*batch.replace"),
+        ("return batch.rewards_T", r"returned Tensor, expected the batch"),
+        ("return batch", r"needs Batch.advantages_T, Batch.returns_T, which is not set"),
+        (
+            "r = batch.rewards_T.double(); return batch.replace(advantages_T=r, returns_T=r)",
+            "advantages_T of .*float64",
+        ),
+        ("r = batch.rewards_T / 0; return batch.replace(advantages_T=r, returns_T=r)", "are not finite"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_fails_is_named_with_what_was_expected(tmp_path, body, words):
+    batch = to_batch(random_episodes(3), False, 3)
+    name = mine(tmp_path, f"def mine(batch, config):\n    {body}")
+    with pytest.raises(ValueError, match=words) as raised:
+        compute_advantages(batch, AlgorithmConfig(adv_estimator=name))
+    assert name in str(raised.value) or "finite" in words
