@@ -21,7 +21,7 @@ from roll.configs.data import DataArguments, probability_problems
 from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Rows
 from roll.data.columns import IntArray
-from roll.data.files import DataError, Problems, Row
+from roll.data.files import DataError, Row
 from roll.data.pictures import PictureError
 from roll.data.prompt_rows import (
     RowError,
@@ -175,10 +175,10 @@ def load_prompts(
     reading.require(placed)
     placed = reading.drawn(placed)
     renderers.note(placed, reading)
-    fitted, overlong, longest = _fit(placed, args, renderers, tools or {}, reading.problems)
+    fitted, overlong, longest = _fit(placed, renderers, tools or {}, reading)
     reading.problems.raise_any()
     if not fitted:
-        raise DataError([f"no prompts: all {overlong:,} have more than prompt_length = {prompt_length} tokens"])
+        raise DataError([_none_fits(overlong, prompt_length, longest)])
     report = LoadReport(
         rows=reading.counts["rows"],
         filtered=reading.counts["filtered"],
@@ -200,21 +200,26 @@ def check_prompts(
     renderer: ChatRenderer | None = None,
     tag_renderers: Mapping[str, ChatRenderer] | None = None,
     check: RowCheck | None = None,
+    prompt_length: int | None = None,
 ) -> tuple[Counter[str], bool]:
-    """``Reading.checked`` of what ``load_prompts`` would read, but for lengths and for messages that are refused.
+    """``Reading.checked`` of what ``load_prompts`` would read; lengths are without the run's own tools.
 
-    Pictures are decoded where there is a renderer.
+    Prompts are rendered, and their pictures decoded, where there is a renderer.
     """
-    renderers = _Renderers(renderer, tag_renderers or {}, None)
+    renderers = _Renderers(renderer, tag_renderers or {}, prompt_length)
     placed = _placed(reading, allowed_tags, check, renderers)
     renderers.note(placed, reading)
-    if renderer is not None:
-        for item in placed:
-            try:
-                with_items(item.prompt.messages, renderer.pictures, blank=True)
-            except PictureError as error:
-                reading.problems.add(item.place, str(error))
-    return reading.checked(item.prompt.tag for item in placed)
+    fitted, overlong, longest = _fit(placed, renderers, {}, reading)
+    tags, whole = reading.checked(item.prompt.tag for item in placed)
+    if whole and not fitted:
+        raise DataError([_none_fits(overlong, prompt_length, longest)])
+    return tags, whole
+
+
+def _none_fits(overlong: int, prompt_length: int | None, longest: int | None) -> str:
+    return (
+        f"no prompts: all {overlong:,} have more than prompt_length = {prompt_length} tokens, the longest {longest:,}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +259,9 @@ def _placed(
             reading.note(item.file, "ids that others have too, so they are followed by file:row", item.place)
             item = replace(item, prompt=replace(item.prompt, id=f"{item.prompt.id} {name}"))
         taken.add(item.prompt.id)
+        truth = item.prompt.ground_truth
+        if args.response is not None and (truth.strip() if isinstance(truth, str) else truth) in (None, "", [], {}):
+            reading.note(item.file, f"empty reference answers (column {args.response!r})", item.place)
         placed.append(item)
     if check is not None:
         for place, reason in check((item.place, item.prompt) for item in placed):
@@ -298,13 +306,10 @@ class _Renderers:
 
 
 def _fit(
-    placed: Sequence[_Placed],
-    args: DataArguments,
-    renderers: _Renderers,
-    tools: Mapping[str, Sequence[Tool]],
-    problems: Problems,
+    placed: Sequence[_Placed], renderers: _Renderers, tools: Mapping[str, Sequence[Tool]], reading: Reading
 ) -> tuple[list[Prompt], int, int | None]:
     """Prompts of at most ``prompt_length`` tokens, how many had more, and the length of the longest."""
+    args, problems = reading.args, reading.problems
     if renderers.general is None:
         return [item.prompt for item in placed], 0, None
     fitted, overlong, longest = [], 0, 0
@@ -326,7 +331,10 @@ def _fit(
             expected = f"expected at most prompt_length = {prompt_length} (see data_args.prompt_overflow)"
             uncut = ", as a prompt with pictures is not cut" if args.prompt_overflow != "error" else ""
             problems.add(item.place, f"{measured.length:,} tokens, {expected}{uncut}")
-        elif args.prompt_overflow != "drop":
+            continue
+        done = "dropped" if args.prompt_overflow == "drop" else f"truncated on the {args.prompt_overflow}"
+        reading.note(item.file, f"prompts of more than prompt_length = {prompt_length} tokens are {done}", item.place)
+        if args.prompt_overflow != "drop":
             assert measured.ids is not None, "those without pictures keep them"
             ids = measured.ids[-prompt_length:] if args.prompt_overflow == "left" else measured.ids[:prompt_length]
             fitted.append(replace(item.prompt, prompt_ids=ids))

@@ -29,6 +29,7 @@ from roll.pipeline.session import RunFailedError
 from roll.pipeline.start import RunContext
 from roll.pipeline.teachers import teacher_prompts
 from roll.preflight.models import media_refused
+from roll.preflight.templates import tag_renderers
 from roll.rewards.accuracy import Judged, figures_at_k
 from roll.rewards.scorer import sees
 from roll.rewards.scoring import References
@@ -224,12 +225,6 @@ def make_data(generator: DataGeneratorConfig) -> None:
     except Exception as error:  # whatever a user's function raises
         raise ValueError(f"data_generator: {generator.path}: {describe_error(error)}") from error
     note.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
-
-
-def tag_renderers(config: RLVRConfig, renderer: ChatRenderer) -> dict[str, ChatRenderer]:
-    """Of the tags whose prompts have a chat template of their own, held-out ones too."""
-    templates = ChatTemplate.of(config.actor_train.data_args).of_tags()
-    return {tag: ChatRenderer(renderer.tokenizer, template, renderer.pictures) for tag, template in templates.items()}
 
 
 def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets[PromptDataset]:

@@ -19,7 +19,7 @@ from roll.configs.prompts import PromptsConfig
 from roll.configs.rl import RLConfig
 from roll.preflight.choices import check_functions
 from roll.preflight.models import has_tokenizer, media_refused
-from roll.preflight.templates import policy_renderer
+from roll.preflight.templates import policy_renderer, tag_renderers
 
 if TYPE_CHECKING:
     from roll.data.reading import Reading
@@ -50,7 +50,7 @@ def check_inputs(config: PipelineConfig) -> Findings:
 
 
 def check_data(config: PipelineConfig) -> Findings:
-    """Columns, values, tags and chat template of the first rows of each file; lengths are left to the run."""
+    """Columns, values, tags and chat template of the first rows of each file; prompts have their lengths, too."""
     lines: list[str] = []
     problems: list[ConfigProblem] = []
     if not isinstance(config, PromptsConfig):
@@ -116,7 +116,9 @@ def _read_head(
             renderer = policy_renderer(config)
     if not isinstance(config, OfflineConfig):
         references = References(config.rewards, TRIAL_SECONDS, lines.append)
-        return check_prompts(reading, config.domains, renderer, check=references)
+        own = tag_renderers(config, renderer) if renderer else {}
+        bound = config.lengths(held_out=held_out)[0]
+        return check_prompts(reading, config.domains, renderer, own, references, bound)
     scored = config.validation if held_out and config.rewards else None
     scoring = None
     if scored:

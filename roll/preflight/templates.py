@@ -8,6 +8,7 @@ from roll.agentic.tools.dialects import DIALECTS, parsers
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.pipeline import TINIES, PipelineConfig
 from roll.configs.problems import ConfigProblem
+from roll.configs.prompts import PromptsConfig
 from roll.configs.rl import RLConfig
 from roll.configs.tools import AUTO_DIALECT
 from roll.data.renderer import ChatRenderer
@@ -120,6 +121,12 @@ def policy_renderer(config: PipelineConfig) -> ChatRenderer:
     data = config.actor_train.data_args
     pictures = policy_pictures(config.pretrain, data.picture_bounds, tokenizer)
     return ChatRenderer(tokenizer, ChatTemplate.of(data), pictures)
+
+
+def tag_renderers(config: PromptsConfig, renderer: ChatRenderer) -> dict[str, ChatRenderer]:
+    """Of the tags whose prompts have a chat template of their own, held-out ones too."""
+    templates = ChatTemplate.of(config.actor_train.data_args).of_tags()
+    return {tag: ChatRenderer(renderer.tokenizer, template, renderer.pictures) for tag, template in templates.items()}
 
 
 def _report(config: PipelineConfig) -> TemplateReport:

@@ -15,6 +15,7 @@ from pydantic import Field
 from roll.configs.arguments import argument_problems
 from roll.configs.base import Config
 from roll.configs.problems import NOTHING, ConfigProblem
+from roll.rewards.answers import check_plain
 from roll.rewards.types import Batching, RewardError, RewardResult, RewardTimeoutError, RuleVerifier, Sample
 from roll.utils.foreign import Fault, describe_error
 from roll.utils.registry import UnknownNameError, import_path
@@ -89,6 +90,10 @@ class CustomVerifier(RuleVerifier):
         super().__init__(config)
         self._function = cast(Callable[..., Any], import_path(self.config.path, "function"))
         self._runner = asyncio.Runner()  # one event loop for all calls: a function may keep a client between them
+
+    @classmethod
+    def check_row(cls, config: Config, sample: Sample) -> None:
+        check_plain(sample.ground_truth)
 
     @classmethod
     def batching(cls, config: Config) -> Batching | None:
@@ -176,7 +181,7 @@ class CustomVerifier(RuleVerifier):
         parts = {name: float(value) for name, value in rest.items() if _is_finite(value)}
         return RewardResult(
             score=score,
-            correct=score >= self.config.success_score if correct is None else bool(correct),
+            correct=score >= self.config.success_score if correct is None else self._flag(correct),
             answer=None if answer is None else str(answer),
             parts=parts,
             notes={name: _as_text(value) for name, value in rest.items() if name not in parts},
@@ -192,6 +197,11 @@ class CustomVerifier(RuleVerifier):
             shown = repr(value)[:100]
             raise RewardError(f"{self.config.path} returned {shown} as {what}, expected a finite number")
         return float(value)
+
+    def _flag(self, value: Any) -> bool:
+        if isinstance(value, str) or value != value:  # every text is true, and so is NaN
+            raise RewardError(f"{self.config.path} returned {repr(value)[:100]} as correct, expected true or false")
+        return bool(value)
 
 
 def _is_async(function: object) -> bool:

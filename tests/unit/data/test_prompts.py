@@ -36,6 +36,7 @@ from tests.support.examples import examples
 
 RENDERER = ChatRenderer(make_tokenizer())
 USER = [{"role": "user", "content": "2*3="}]
+ASKED = [{"role": "user", "content": "1+1="}]
 
 
 def load(
@@ -236,13 +237,20 @@ def test_rows_without_an_id_or_with_that_of_another_are_told_apart_by_their_plac
     assert "ids that others have too" in note and note.endswith(f"2 rows, the first {path}:3")
 
 
+def test_reference_answers_that_are_empty_are_told_with_the_first(tmp_path):
+    path = dataset(tmp_path, *({"solution": value} for value in ("2", " ", 0, False, None, [])))
+    (note,) = load(path).report.notes
+    assert note == f"warning: {path}: empty reference answers (column 'solution'): 3 rows, the first {path}:2"
+    assert not load(path, response=None).report.notes
+
+
 def test_a_dataset_without_prompts_is_an_error(tmp_path):
     path = dataset(tmp_path)
     assert reasons(path) == [" no rows"]
     path = dataset(tmp_path, {"source": "a"}, {"source": "a"})
     assert reasons(path, dataset_filter={"source": "b"}) == [" dataset_filter removed all 2 rows"]
     assert reasons(path, renderer=RENDERER, prompt_length=3, prompt_overflow="drop") == [
-        "no prompts: all 2 have more than prompt_length = 3 tokens"
+        f"no prompts: all 2 have more than prompt_length = 3 tokens, the longest {len(RENDERER.prompt(ASKED))}"
     ]
 
 
@@ -310,6 +318,8 @@ def test_prompts_that_are_too_long_lose_a_side(tmp_path, side):
     cut = [ids[-limit:] if side == "left" else ids[:limit] for ids in whole]
     seen = [None if p.prompt_ids is None else p.prompt_ids.tolist() for p in prompts]
     assert seen == [None, cut[1], None, cut[3]]
+    (note,) = prompts.report.notes
+    assert f"prompt_length = {limit} tokens are truncated on the {side}: 2 rows, the first {path}:2" in note
     assert all(p.prompt_ids.dtype == np.int64 for p in prompts if p.prompt_ids is not None)
     assert (prompts.report.overlong, prompts.report.longest) == (2, len(whole[3]))
 

@@ -82,6 +82,20 @@ def test_rows_that_the_run_would_refuse_are_problems(load, tmp_path, rows, reaso
     assert reason in problem.hint
 
 
+@pytest.mark.parametrize("overflow", ["error", "drop"])
+def test_prompts_that_are_longer_than_the_run_takes_are_told(load, tmp_path, overflow):
+    write(tmp_path / "train.jsonl", row(), row(prompt="1+" * 30 + "1="))
+    write(tmp_path / "val.jsonl", row(prompt="1+" * 40 + "1="))
+    lines, problems = check_data(load(f"{TRAIN}.prompt_overflow={overflow}", f"{VAL}.prompt_overflow=drop"))
+    said = " ".join([*lines, *map(str, problems)])
+    if overflow == "error":
+        assert "train.jsonl:2: " in said and "expected at most prompt_length = 32" in said and len(problems) == 2
+    else:
+        told = "prompts of more than prompt_length = 32 tokens are dropped: 1 row, the first"
+        assert f"{told} {tmp_path}/train.jsonl:2" in said and len(problems) == 1
+    assert "no prompts: all 1 have more than prompt_length = 32 tokens, the longest" in said
+
+
 def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load, tmp_path):
     write(tmp_path / "train.jsonl", *[row(tag="geometry")] * 300)
     _, (problem,) = check_data(load())
@@ -159,7 +173,8 @@ def test_videos_where_nobody_takes_them_are_problems_of_their_rows(load, tmp_pat
     write(tmp_path / "train.jsonl", row(), row(prompt="<video>?", videos=[["a.png", "b.png"]]))
     for name in ("a", "b"):
         Image.new("RGB", (28, 28)).save(tmp_path / f"{name}.png")
-    keys = (f"pretrain={make_processor(tmp_path / 'model', family)}", override)
+    lengths = ("prompt_length=64", "sequence_length=112")
+    keys = (f"pretrain={make_processor(tmp_path / 'model', family)}", override, *lengths)
     problems = check_data(load(*keys))[1]
     assert ["train.jsonl:2: 1 videos, but " + reason in each.hint for each in problems] == [True] * bool(reason)
     assert not check_data(load(*keys, f"{TRAIN}.video=null"))[1]

@@ -317,16 +317,36 @@ def test_a_function_by_path_scores():
         ),
         ({"score": 0.2, "acc": True, "pred": 7}, RewardResult(0.2, True, "7")),
         ({"score": 1, "correct": 0.0, "answer": None}, RewardResult(1.0, False)),
+        ({"score": 1, "acc": np.bool_(False)}, RewardResult(1.0, False, seeks_answer=False)),
     ],
 )
 def test_results_of_a_function(result, verdict):
     assert custom().check(sample("4", extra_info={"result": result})) == verdict
 
 
-@pytest.mark.parametrize("result", [None, "1", float("nan"), float("inf"), {}, {"score": "1"}])
+WRONG = [
+    None,
+    "1",
+    float("nan"),
+    float("inf"),
+    {},
+    {"score": "1"},
+    {"score": 1, "acc": "no"},
+    {"score": 1, "acc": np.nan},
+]
+
+
+@pytest.mark.parametrize("result", WRONG)
 def test_results_that_are_no_numbers_are_errors(result):
-    with pytest.raises(RewardError, match=f"{__name__}:compute_score returned .*, expected (a finite number|score)"):
+    expected = "expected (a finite number|score|true or false)"
+    with pytest.raises(RewardError, match=f"{__name__}:compute_score returned .*, {expected}"):
         custom().check(sample("4", extra_info={"result": result}))
+
+
+def test_a_reference_that_is_no_number_is_told_before_the_run():
+    CustomVerifier.check_row(CustomConfig(path=f"{__name__}:compute_score"), sample("", [1, "2"]))
+    with pytest.raises(ValueError, match="got nan, expected a finite number"):
+        CustomVerifier.check_row(CustomConfig(path=f"{__name__}:compute_score"), sample("", float("nan")))
 
 
 def test_an_asynchronous_function_is_awaited():
