@@ -239,6 +239,7 @@ def _answered(row: Row, columns: AnswerColumns, reach: Reach | None) -> Response
     messages = () if question is None else question.messages
     pictures = tuple(sources_in(messages))
     messages = in_words(messages)
+    same, own = _group(values, asked, messages), values.get("id")
     used = {column, columns.truth, columns.tag, columns.prompt, _PICTURES, *PROMPTS}
     return ResponseRow(
         row,
@@ -248,7 +249,7 @@ def _answered(row: Row, columns: AnswerColumns, reach: Reach | None) -> Response
         truth=_truth(values, columns.truth),
         tag=_tag(values.get(columns.tag)),
         extra={name: value for name, value in values.items() if name not in used},
-        group=str(values["id"]) if "id" in values else _group(values, asked, messages) or row.name,
+        group=same or row.name if own is None else f"{own} {same}",
         has_pictures=bool(pictures or values.get(_PICTURES)) or (asked is not None and told[asked] != values[asked]),
         pictures=pictures,
     )

@@ -768,3 +768,15 @@ def test_answers_are_grouped_by_the_pictures_of_their_question(tmp_path):
     assert [row.prompt for row in found] == ["<image>?"] * 4 + ["?"]
     assert found[0].group == found[1].group and len({row.group for row in found}) == 4
     assert all("images" not in row.extra for row in found)
+
+
+def test_answers_are_grouped_by_id_and_question_and_an_id_of_null_is_none(tmp_path):
+    file = tmp_path / "said.jsonl"
+    rows = [("a", "1+1="), ("a", "1+1="), ("a", "2+2="), ("b", "1+1="), (None, "1+1="), (None, "2+2="), (None, "2+2=")]
+    lines = [{"id": own, "prompt": asked, "answers": "4", "solution": "4"} for own, asked in rows]
+    lines += [{"id": own, "answers": "4", "solution": "4"} for own in ("a", "a", None, None)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = list(read_responses([str(file)], AnswerColumns(), problems := Problems(), without="scores"))
+    problems.raise_any()
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(row.group for row in found))}
+    assert [numbers[row.group] for row in found] == [0, 0, 1, 2, 3, 4, 4, 5, 5, 6, 7]
