@@ -18,6 +18,7 @@ from roll.data.pictures import Reach, Source
 from roll.data.prompt_rows import RowError, passes, picture_reach, unread_columns
 from roll.data.row_pictures import counted, fetch, sources_in
 from roll.data.tool_messages import Message
+from roll.utils.foreign import describe_error
 from roll.utils.hashing import Checksum, derive_seed
 from roll.utils.progress import advance
 from roll.utils.registry import import_path
@@ -121,11 +122,21 @@ class Reading:
         if args.dataset_cls is None:
             yield from read_rows(args.file_names, self.problems, self.head)
             return
-        make = cast(Any, import_path(args.dataset_cls, "data_args.dataset_cls"))
-        for number, values in enumerate(make(args, self.seed), 1):
+        for number, values in enumerate(self._of_class(args.dataset_cls), 1):
             row = plain_row(f"{args.dataset_cls}:{number}", f"{args.dataset_cls}:row {number}", values, self.problems)
             if row is not None:
                 yield row
+
+    def _of_class(self, path: str) -> Iterator[Any]:
+        """What a user's function yields; raises ``DataError`` for whatever it raises."""
+        make = cast(Any, import_path(path, "data_args.dataset_cls"))
+        try:
+            yield from make(self.args, self.seed)
+        except DataError:
+            raise
+        except Exception as error:
+            expected = "expected rows as mappings, returned by a call with (data_args, seed)"
+            raise DataError([f"data_args.dataset_cls {path}: {describe_error(error)}; {expected}"]) from error
 
     def identity(self, samples: int) -> Rows:
         """What tells the dataset from others, once it was read: the content of its rows, wherever they lie.

@@ -400,6 +400,21 @@ def test_mistakes_of_a_dataset_class_have_their_row():
 
 
 @pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise KeyError('q')", "KeyError: 'q'"),
+        ("yield {'prompt': 'x', 'solution': 1, 'tag': 't'}; raise OSError('gone')", "OSError: gone"),
+        ("return 5", "TypeError: 'int' object is not iterable; expected rows as mappings"),
+    ],
+)
+def test_a_dataset_class_that_raises_is_named(tmp_path, body, words):
+    (tmp_path / "rows.py").write_text(f"def rows(data_args, seed):\n    {body}\n")
+    with pytest.raises(DataError) as raised:
+        load(dataset_cls=f"{tmp_path}/rows.py:rows")
+    assert raised.value.problems[0].startswith(f"data_args.dataset_cls {tmp_path}/rows.py:rows: {words}")
+
+
+@pytest.mark.parametrize(
     ("args", "problem"),
     [
         ({"prompt": "p"}, None),
