@@ -11,7 +11,6 @@ of a group's episodes at the same place).
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -36,7 +35,7 @@ from roll.algorithms.reductions import (
 from roll.algorithms.types import require_columns, require_finite, require_rewards
 from roll.configs.algorithm import AdvantageConfig, Estimator, Gae, Gdpo, Grpo, OfStates
 from roll.data.batch import Batch
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import describe_fault
 from roll.utils.registry import Registry
 
 
@@ -211,8 +210,7 @@ def _foreign(estimator: AdvantageFn, batch: Batch, config: AdvantageConfig, user
     try:
         found: object = estimator(batch, config.estimator)
     except Exception as error:
-        own = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of the function itself, not of what it calls
-        raise ValueError(f"{user} raised {describe_error(error)} ({own.filename}:{own.lineno})") from error
+        raise ValueError(f"{user} raised {describe_fault(error)}") from error
     expected = "expected the batch with float32 advantages_T and returns_T: batch.replace(advantages_T=…, returns_T=…)"
     if not isinstance(found, Batch):
         raise ValueError(f"{user} returned {type(found).__name__}, {expected}")

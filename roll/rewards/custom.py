@@ -17,7 +17,7 @@ from roll.configs.base import Config
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.rewards.answers import check_plain
 from roll.rewards.types import Batching, RewardError, RewardResult, RewardTimeoutError, RuleVerifier, Sample
-from roll.utils.foreign import Fault, describe_error
+from roll.utils.foreign import Fault, describe_fault
 from roll.utils.registry import UnknownNameError, import_path
 
 BATCH_SIZE = 16
@@ -158,7 +158,7 @@ class CustomVerifier(RuleVerifier):
             return self._verdict_or_error(result)
         if limit.expired():
             return RewardTimeoutError(f"took longer than {timeout:g} s")
-        return RewardError(describe_error(fault.error))
+        return RewardError(describe_fault(fault.error))
 
     def _verdict_or_error(self, result: Any) -> RewardResult | RewardError:
         try:

@@ -29,7 +29,7 @@ from roll.rollout.errors import EnvCrashError, EnvError, EnvProtocolError, EnvTi
 from roll.rollout.observations import MAX_PICTURE, with_items
 from roll.rollout.reward_worker import Asking
 from roll.rollout.types import Frame
-from roll.utils.foreign import Fault, clean_text, describe_error
+from roll.utils.foreign import Fault, clean_text, describe_error, describe_fault
 from roll.utils.progress import advance
 
 logger = logging.getLogger(__name__)
@@ -350,7 +350,7 @@ class EnvRunner:
                 if not isinstance(failure, RewardError):
                     raise failure from error
                 raise EnvCrashError(f"environment {what} asked the judge: {failure}") from error
-            raise EnvCrashError(f"environment {what} raised {describe_error(error)}") from error
+            raise EnvCrashError(f"environment {what} raised {describe_fault(error)}") from error
 
     def close(self) -> None:
         """Closes the environment once its calls have returned; a thread of its own ends then."""

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeAlias, cast
 
-from roll.utils.foreign import describe_error
+from roll.utils.foreign import describe_fault
 from roll.utils.registry import load_inherited_plugins
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ def serve(build: Callable[[Any], Callable[[Any], Reply]], plain: type[Exception]
 
 def words_of(error: BaseException, plain: type[Exception] = ChildError) -> str:
     """An error as a reply tells it."""
-    return (str(error) if isinstance(error, plain) else describe_error(error))[:MAX_ERROR_CHARS]
+    return (str(error) if isinstance(error, plain) else describe_fault(error))[:MAX_ERROR_CHARS]
 
 
 def die_with_parent() -> None:

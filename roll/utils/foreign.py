@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 MAX_WORDS = 500
 """Characters of a foreign exception's message that are repeated."""
+
+_NOT_THE_USERS = (
+    "<",  # code without a file
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+"""Beginnings of the files of this package, of Python and of installed packages."""
 
 
 class Fault:
@@ -38,6 +48,13 @@ def describe_error(error: BaseException) -> str:
     if fault.error is not None:
         message = f"(its message cannot be read: {type(fault.error).__name__})"
     return f"{type(error).__name__}: {message if len(message) <= MAX_WORDS else message[:MAX_WORDS] + '…'}"
+
+
+def describe_fault(error: BaseException) -> str:
+    """``describe_error`` and the last line of a user's own code on the way: ``KeyError: 'x' (/home/a/mine.py:12)``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f"{describe_error(error)} ({own[-1].filename}:{own[-1].lineno})" if own else describe_error(error)
 
 
 def clean_text(text: str) -> str:

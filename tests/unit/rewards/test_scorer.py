@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from typing import ClassVar
 
@@ -215,7 +216,10 @@ def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_a
     assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and retries == 0
     (first, bad, last), retries = asyncio.run(run("a", "poison", "ccc"))
     assert (first.score, last.score, retries) == (1.0, 3.0, 3)
-    assert str(bad) == "rewards.maths: custom failed after 2 attempts: ValueError: unreadable"
+    words = (
+        r"rewards\.maths: custom failed after 2 attempts: ValueError: unreadable \(.*/tests/support/scoring\.py:\d+\)"
+    )
+    assert re.fullmatch(words, str(bad)), "the line of the function that raised"
     few = config(custom, max_concurrency=4)
     [problem] = check_rewards(few)
     assert str(problem).startswith("verifiers.0.args.batch_size: got 8, expected at most max_concurrency = 4")
