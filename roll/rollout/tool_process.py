@@ -36,8 +36,8 @@ from roll.utils.children import (
     encode,
     ending,
     serve,
-    words_of,
 )
+from roll.utils.foreign import describe_error
 
 _GRACE_S = 30.0
 """Seconds that a child gets beyond the call's time to end it; only one that hangs itself takes them."""
@@ -209,7 +209,7 @@ def _call(tool: Tool, arguments: dict[str, Any], state: dict[str, Any], max_char
     except ToolError as error:
         reply = {"refused": str(error), "state": state}
     except (Exception, SystemExit) as error:  # a user's tool may raise anything
-        return {"error": words_of(error)}
+        return {"error": describe_error(error)}  # the policy reads it: no path of this machine
     try:
         encode(state)
     except (TypeError, ValueError) as error:
