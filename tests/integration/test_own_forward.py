@@ -156,7 +156,7 @@ def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks, trained
 @pytest.mark.parametrize(
     "refusal",
     slow_but(
-        [("fsdp2_train", "score"), ("deepspeed_train", "train")],
+        [("deepspeed_train", "train")],  # of FSDP2, layers whose parts do not fit together are refused below
         [(engine, first) for engine in ENGINES for first in ("score", "train")],
     ),
 )
