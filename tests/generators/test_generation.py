@@ -548,13 +548,13 @@ async def test_a_prompt_that_waited_for_a_slot_is_computed_with_the_new_weights(
     prompt, *others = prompts(1 + MAX_RUNNING, seed=25, low=150, high=200)
 
     await burst(fresh, requests_of([prompt], max_new_tokens=1))  # its keys and values may be found again
-    busy = requests_of(others, max_new_tokens=500, ignore_eos=True, seed=1)
+    busy = requests_of(others, max_new_tokens=250, ignore_eos=True, seed=1)
     running = asyncio.create_task(burst(fresh, busy))
     await asyncio.sleep(0.05)
     waiting = asyncio.create_task(fresh.generate(GenerateRequest("waits", prompt, SamplingParams(seed=1))))
     await asyncio.sleep(0.05)
     await fresh.update_weights(buckets_of(weights_of(new)), 7)
-    assert [len(completion.token_ids) for completion in await running] == [500] * MAX_RUNNING
+    assert [len(completion.token_ids) for completion in await running] == [250] * MAX_RUNNING
     completion = await waiting
     assert set(completion.versions.tolist()) == {7}
     expected = forward_logprobs(new, prompt, completion.token_ids, 1.0)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,8 @@ from tests.support.contract import (
 )
 from tests.support.probe_pair import PENALTIES, SPOILED, TRUNCATIONS, Pair, exchange, started, wrong_names
 
-pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
+if find_spec("vllm") is None:
+    pytest.skip("vllm: the package vllm is not installed", allow_module_level=True)
 if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
     pytest.skip("vllm: ROLL_GENERATORS leaves it out", allow_module_level=True)
 

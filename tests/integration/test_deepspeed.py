@@ -6,6 +6,7 @@ The two processes start once and leave files that the tests judge, mostly beside
 import contextlib
 import math
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from tests.support.sizes import sizes
 from tests.support.trainers import VOCABULARY, make_batch, shares
 from tests.support.trainers import make_context as context_of
 
-pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 
 CPU = {"device": "cpu"}
 LORA = LoraSpec(rank=3, alpha=6, targets=("q_proj", "down_proj"))

@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from tests.support.ranks import (
 from tests.support.sizes import sizes
 from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, make_context
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"

@@ -12,7 +12,7 @@ import yaml
 
 from tests.integration.conftest import Launch, Run, assert_same_tensors
 
-STEPS = 4
+STEPS = 3
 FULL = (
     f"max_steps={STEPS}",
     "eval_steps=2",
@@ -115,7 +115,7 @@ def test_a_run_that_is_stopped_and_loses_workers_ends_where_an_undisturbed_one_d
     # On the way to the end both kinds of rollout workers die, one of them while weights come; what they played is
     # played again. Half-written checkpoints are in the way.
     plant_half_written_checkpoints(first)
-    orders = ("die-train_env_manager-mid-4", "die-actor_infer-0-generate-9", f"die-actor_infer-0-weights-{STEPS - 1}")
+    orders = ("die-train_env_manager-mid-4", "die-actor_infer-0-generate-5", f"die-actor_infer-0-weights-{STEPS - 1}")
     second = resumed(launch, "max_worker_restarts=3", "async_save=true", orders=orders).ended()
     assert all(f"ignoring checkpoint {first.checkpoint(step)}" in second.output for step in (98, 99))
     assert f"resumed from {first.checkpoint(1)}" in (second.path / "logs" / "roll.log").read_text()

@@ -82,10 +82,11 @@ def test_it_lists_and_checks_its_own_configurations(roll, tmp_path):
     assert run(roll, tmp_path, "--version") == f"roll {__version__}\n"
     listed = run(roll, tmp_path, "config", "list")
     assert str(roll.parents[1]) in listed and str(ROOT) not in listed
-    assert "agentic_sokoban: valid" in run(roll, tmp_path, "validate", "agentic_sokoban")
-    assert "rlvr_math: valid" in run(roll, tmp_path, "validate", "rlvr_math", "train=megatron", "infer=vllm")
+    engines = ("train=megatron", "infer=vllm")
+    assert "agentic_sokoban: valid" in run(roll, tmp_path, "validate", "agentic_sokoban", *engines)
     options = "actor_infer.strategy_args.strategy_config={python_executable: /on/the/cluster, page_size: 16}"
-    assert "page_size: compared with SGLang" in run(roll, tmp_path, "validate", "rlvr_math", "infer=sglang", options)
+    said = run(roll, tmp_path, "validate", "rlvr_math", "infer=sglang", options)
+    assert "rlvr_math: valid" in said and "page_size: compared with SGLang" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -93,10 +93,11 @@ CHOICE = {
     (family, ("fsdp2_train", "deepspeed_train")[number % 2], ("lora", "cut", "packed", "shared", "whole")[number % 5])
     for number, family in enumerate(KNOWN)
 }
-CHOICE |= {("qwen3_moe", "deepspeed_train", "routed"), ("deepseek_v3", "fsdp2_train", "routed")}
-CHOICE |= {("llama3", "megatron_train", "packed")}
+CHOICE |= {("qwen3_moe", "deepspeed_train", "routed"), ("llama3", "megatron_train", "packed")}
 OWN = ("mistral", "phi3", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_next", "qwen3_5")
 CHOICE |= {(family, "megatron_train", variant) for family, _, variant in CHOICE if family in OWN[::2]}
+CHOICE |= {("deepseek_v3", "megatron_train", "routed")}
+CHOICE -= {("deepseek_v3", "megatron_train", "packed")}
 CHOICE |= {(family, "fsdp2_train", "scores") for family in ("llama3", "gemma2")}
 """Each family once and each kind of row twice or more; in Megatron every other one that it has something of
 its own for."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from roll.agentic.tools.tool import ToolError
 from roll.configs.tools import McpServerConfig
 from tests.support.mcp_http import SCRIPT, served
 
-pytest.importorskip("mcp", reason="mcp is not installed")
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="mcp is not installed")
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "mcp_calculator.py"
 COMMAND = [sys.executable, str(SCRIPT)]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import pytest
@@ -13,7 +14,7 @@ from roll.models.megatron.config import MegatronModelConfig, megatron_config, pa
 from roll.models.megatron.names import ParallelLayout, join, load_shards
 from tests.support.megatron_models import CONFIGS, PLAIN, checkpoint, make_model, parameter_names
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 WHOLE = ParallelLayout(layers=(0, 1, 2))
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -724,8 +723,10 @@ def test_messages_of_anthropic(streams):
     engine = Engine([f"<think>hm</think>Let me see. {CALL}", "It is 51 END of it"])
     tool: Any = {"name": "multiply", "description": "Multiplies.", "input_schema": PARAMETERS}
 
+    from anthropic import AsyncAnthropic  # seconds, in each process that collects tests
+
     async def program(url: str, key: str) -> Any:
-        async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
+        async with AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
 
             async def ask(messages: list[Any]) -> Any:
                 keys: Any = {"system": "Be brief.", "tools": [tool], "max_tokens": 200, "stop_sequences": ["END"]}
@@ -782,6 +783,8 @@ def test_responses_of_openai(streams, named):
 
 
 def test_both_refuse_in_their_own_words():
+    import anthropic
+
     async def program(url: str, key: str) -> None:
         long: Any = [{"role": "user", "content": "x" * LIMITS.sequence_length}]
         async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as claude:

@@ -6,7 +6,6 @@ import io
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -105,10 +104,12 @@ def test_results_of_tools_show_pictures_in_every_api(sees):
         await policy.responses.create(model="m", input=[result], previous_response_id=first.id, tools=tools)
 
     async def by_messages(policy: Any) -> None:
+        from anthropic import AsyncAnthropic
+
         source = {"type": "base64", "media_type": "image/png", "data": encoded(A)}
         content = [{"type": "text", "text": "it:"}, {"type": "image", "source": source}]
         url = str(policy.base_url).removesuffix("/v1/")
-        async with anthropic.AsyncAnthropic(base_url=url, api_key=policy.api_key, max_retries=0) as claude:
+        async with AsyncAnthropic(base_url=url, api_key=policy.api_key, max_retries=0) as claude:
             tool = {"name": "look", "description": "d", "input_schema": schema}
             keys: Any = {"model": "m", "max_tokens": 300, "tools": [tool]}
             messages: list[Any] = [{"role": "user", "content": "Look."}]
