@@ -53,12 +53,12 @@ what is left to do. The report begins with both; with `--all` it also lists keys
 | unknown to the importer | no rule for the key; a value that only links read is not reported |
 
 The exit code is 1 if a key is impossible or unknown or the result needs an edit, 2 if a file cannot be read, else 0.
-Files of ROLL and verl that train on pictures are translated, for models of the families Qwen2.5-VL, Qwen3-VL, Qwen3.5,
-GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1; ROLL's `DetectionRewardWorker` becomes the verifier `boxes`, and the
-rows of GEO3K in verl are scored as there (0.9 of `math`, 0.1 of the form). ROLL's keys `video_…` and verl's `video_key`
-are translated for models of Qwen3-VL. Others with pictures or videos, and those with sound, recognised by keys, models
-and data sets, are refused. A role whose engine takes no pictures or videos here is named, with one that does. Secrets
-are not copied. `roll train` with such a file prints the command to run.
+Files of ROLL and verl that train on pictures are translated, for models of the families Qwen2.5-VL, Qwen3-VL, Qwen3.5
+without experts, GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1; ROLL's `DetectionRewardWorker` becomes the
+verifier `boxes`, and the rows of GEO3K in verl are scored as there (0.9 of `math`, 0.1 of the form). ROLL's keys
+`video_…` and verl's `video_key` are translated for models of Qwen3-VL. Others with pictures or videos, and those with
+sound, recognised by keys, models and data sets, are refused. A role whose engine takes no pictures or videos here is
+named, with one that does. Secrets are not copied. `roll train` with such a file prints the command to run.
 """
 
 FIGURES = """\
@@ -87,49 +87,36 @@ by hand; 8 differed without a report at first, and these cases are fixed.
 | verl since 0.8 (`verl-project/verl`): scripts of examples and tests | 18 | 17 (94 %) | 10 |
 | ChatLearn's scripts, 4 of them older, with `--set WORLD_SIZE=…` | 33 | 33 (100 %) | 16 of 24 without pictures |
 | MindSpeed RL's configurations, in its checkout | 15 | 15 (100 %) | 15 |
-| ROLL with pictures (Qwen2.5-VL, Qwen3-VL, Qwen3.5), its own and those of three forks | 14 | 4 (29 %) | 4 |
-| the same, with engines that take pictures | 14 | 13 (93 %) | 13 |
+| ROLL with pictures or videos, its own and those of two forks | 17 | 12 (71 %) | 12 |
 | verl with pictures up to 0.7 | 12 | 8 (67 %) | 6 |
-| verl since 0.8: four with pictures, one with words for Qwen3.5 | 5 | 3 (60 %) | 3 |
-| both, with engines that take pictures | 17 | 17 (100 %) | 14 |
-| five more of ROLL for vision models, eleven with six of verl; with engines that take pictures | 11 | 9 (82 %) | 8 |
+| verl since 0.8 with pictures or videos, with `--set DEVICE=gpu` | 9 | 6 (67 %) | 5 |
+| ROLL's newest files with text, for Qwen3.5 and later models | 7 | 6 (86 %) | 3 |
 
 At the first try, before their problems were fixed, 15 of the first 17 files of ROLL validated, 9 of 12 of verl up to
 0.7 and 13 of 18 since.
 
-The files with pictures were measured on 27 November 2026, when neither Megatron nor SGLang took pictures here; 15 of
-the 31 files name one of them. Megatron does now, and its files have not been measured again. The engine is changed with
-the system's own keys, for verl
-`actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2` (and `model_engine=dp` if the script gives
-`model_engine`) or `actor_rollout_ref.rollout.name=vllm`, for ROLL
-`actor_train.strategy_args.strategy_name=fsdp2_train actor_train.strategy_args.strategy_config=null`, and likewise
-`fsdp2_infer` for `reference`, `student` and `teacher` for distillation. In ROLL the data-parallel size grows with it:
-divide `gradient_accumulation_steps` by as much, unless a step is one batch. At the first try 12 of 14 and 16 of 17 were
-said to be valid, since nothing asked the engines. Nor did the report say that 12 files of ROLL were given columns that
-its pipelines do not read, that 3 name the vision tower as Megatron does, and that 8 had no bound on pictures where ROLL
-has one. A script compared 569 values (samples per prompt and optimizer step, lengths, learning rates, KL, sampling,
-intervals, files, tags, bounds, rewards) with the sources: one differs, the step of `qwen3-vl-8B-geo3k` with
-`fsdp2_train`, whose `gradient_accumulation_steps` was left as it is.
-
-The eleven more were read later the same day, from versions that nobody had looked at: 8 were valid at the first try, 5
-of them whole, and one with a wrong meaning: ROLL's script for on-policy distillation switches `is_pure_opd` on, which
-its files do not say, so the teachers were dropped. With the engines that they name, 6 are valid. The two files that
-verl's scripts for GEO3K with a tool name were beside them.
+The last four rows were measured on 28 November 2026, on the files as they are, with the engines that they name, and
+compared with their sources by reading. What had been lost or changed without a word, and is mended: the columns of
+ROLL's function for Video-R1, which its files name in `custom_data_kwargs_func`; `reward_type`, which gives multiple
+choice other weights; a tower that ROLL's files freeze in runs on text, which counted as pictures; verl's
+`freeze_vision_tower`; data named after videos, and Qwen3.5 with experts, which were called valid though a run refuses
+them; a model named by a link to a variable, and a number behind one, which were refused.
 
 What remains, and why:
 
 | file | what | why |
 |---|---|---|
 | ROLL `agentic … atropos`, a fork's WebShop | not valid | these environments exist only in those repositories |
-| ROLL with pictures under Megatron or SGLang: 9 of 14 | not valid | took no pictures then: see above |
-| ROLL, a fork's `geo3k_multi_turn`, ROLL's `deepeyes` | not valid | these environments are only there |
-| verl `deepeyes_gateway` | not valid | the configuration that it names was not there |
+| ROLL `qwen2.5-vl-7B`, verl `3b-megatron_cp`, `qwen3_vl-…-megatron` (three) | not valid | `context_parallel_size: 2` |
+| ROLL `qwen3-vl-30BA3B…_sglang` | not valid | SGLang was not compared on Qwen3-VL with experts |
+| ROLL `qwen3.5-35BA3`, two of verl for `qwen3_5_35b` | not valid | Qwen3.5 with experts was not compared |
+| ROLL `video_r1` (two), verl `qwen3_5_2b_video` | not valid | videos of other models; ROLL's reward is not here |
+| verl `qwen2_vl_2b` | not whole | no family of models here |
+| ROLL `qwen38` for RLVR, SFT and distillation | not whole | options of its own model in `additional_configs` |
+| ROLL `rock_swe_qwen35_2b` | not valid | its environments are only there |
 | verl `qwen2_5_vl-3b-visualwebinstruct` | not whole | a reward model that writes, of its branch |
-| verl with pictures under Megatron or SGLang: 5 of 17 | not valid | likewise |
-| verl `qwen2_5_vl-7b-trtllm` | not valid | no TensorRT-LLM here |
-| verl `glm41v_9b` | not valid, not whole | vLLM was not compared on its pictures; `data.enable_thinking` |
-| verl `geo3k+chartqa` | not whole | `data.sampling_ratios`, a key of its branch |
-| verl `qwen2_5_vl-7b_chartqa`, `geo3k+chartqa` | rewards to add | the script does not say what scores ChartQA's rows |
+| verl `glm41v_9b` | not whole | `data.enable_thinking`, a key of its branch |
+| verl `qwen3_5_2b_openr1`, `qwen3_5_2b_video` | rewards to add | verl does not score these data either |
 | verl `qwen3_vl-30b-megatron`, `qwen3_vl-8b-fsdp2_npu` | cut short | a line ends the command there too; it is noted |
 | ROLL, the fragment for TOPR in its documentation | not valid | `gae` without a critic: not a complete file |
 | ROLL, a fork's adaptive `gae` | not whole | seven keys of that fork |
@@ -143,15 +130,15 @@ What remains, and why:
 | verl `grpo_32b`, `sft_fsdp`, `sft_peft` | needs `--set` | a branch, or an argument of the script |
 
 Stored versions: ROLL `ed961163`, `0720e284`, `948c7b8d`, `4df34f17`, `45d3a306`, `9c2ae46d`, `5edcd1b0`, `1537854b`,
-`f9b51931`, `044104da`, its forks `pranay-fleet/roll-fleet` `72347eda`, `lostgreen/ROLL_3D` `d257ba61`,
-`jingyushen` `581046ab`, `taoluo` `6ebd67bf`, `kelly159951` `7b97eef8` and `291b4cf7`, `xiyang-aads-lilly`
-`59950735`, `breaddaerb` `cec5234a` (the eleven: `d257ba61`, `581046ab`, `2e13aefe`, `712d9462`, `6ca65703`, `e4d2344f`,
-`c19ca12b`, `fdbd3b64`); verl up to 0.7 `03aefba4`, `03150d4f`, `541ec96d`, `144f58a5`, `0061a224`,
+`f9b51931`, `044104da`, `c223013f`, `005acba9`, `f7865dcf`, `87740e9c`, its forks `pranay-fleet/roll-fleet` `72347eda`,
+`lostgreen/ROLL_3D` `d257ba61`, `taoluo` `6ebd67bf`, `kelly159951` `7b97eef8` and `291b4cf7`, `xiyang-aads-lilly`
+`59950735`, `breaddaerb` `cec5234a`; verl up to 0.7 `03aefba4`, `03150d4f`, `541ec96d`, `144f58a5`, `0061a224`,
 `3a7b795e`, `83e82cdd`, `70a1859b`, `12095cde`, `a8a32e92`, `04977608`,
-`87f508ea`, `0315b053`, `6e40f764`, `04ddc278`, `6e7fdc2e`, `b30a4922`, `3f388066`, `4f9c926d`, `33b50e7a`, `3beb6ec5`;
+`87f508ea`, `0315b053`, `04ddc278`, `6e7fdc2e`, `b30a4922`, `3f388066`, `4f9c926d`, `33b50e7a`, `3beb6ec5`, `c692f8c4`,
+`c19ca12b`, `e4d2344f`, `6ca65703`;
 since 0.8 `08aef7ff`, `4eed7063`, `2741f279`, `7804ce3a`,
 `50ef5e4f`, `3867dfdf`, `5cac7f89`, `860eebd2`, `d2c0bd69`, `712d9462`,
-`1f4a45bc`, `1f4886af`, `835a33df`.
+`1f4a45bc`, `1f4886af`, `835a33df`, `5cf0adb9`, `1b02e0ec`, `0730d6a2`, `b17f16de`.
 
 For ten runs each of ROLL and verl, `tests/unit/extras/importers` compares the contents of a step (sequences and tokens
 per optimizer step, learning rates at steps 0, 10, 100 and last, KL, bounds, averages, sampling, lengths, layout,
@@ -176,6 +163,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "reported.",
         "A reward worker class becomes a verifier with the same purpose. The verifier `math` scores 1 or 0 and has "
         "no penalty for repetition or length.",
+        "`reward_type` of `CrossThinkQARuleRewardWorker` becomes weights of `multiple_choice` and `format`; there, "
+        "rewards are 1 lower, and again by up to 0.5 for groups of three words that come again.",
         "A judge on the run's own devices stays there (`judge_model_type: inference`); the cluster `reward`, which "
         "environments call, becomes `judge`.",
         "With `async_generation_ratio` old samples get importance weights (`train_infer_correction.is_weight`).",

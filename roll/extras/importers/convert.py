@@ -29,7 +29,14 @@ from roll.extras.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, ver
 from roll.extras.importers.common import drop_nulls, leaves
 from roll.extras.importers.draft import Draft, Kind, Outcome, value_at
 from roll.extras.importers.reading import Given, UnreadableError, read
-from roll.extras.importers.recognise import asks_for_videos, is_translated, media_in, picture_family, variant_of
+from roll.extras.importers.recognise import (
+    WORDS_ALONE,
+    asks_for_videos,
+    is_translated,
+    media_in,
+    picture_family,
+    variant_of,
+)
 from roll.extras.importers.roll_offline import read_students
 
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -404,7 +411,7 @@ _WITH_PICTURES = ("roll", "verl", "verl_sft")
 """Systems whose keys of pictures are translated."""
 _NO_MEDIA = (
     "there is no sound here, videos are for Qwen3-VL alone, and pictures are for models of the families Qwen2.5-VL, "
-    "Qwen3-VL, Qwen3.5, GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1, of files of ROLL and verl"
+    "Qwen3-VL, Qwen3.5 without experts, GLM-4.1V, Gemma 3, LLaVA 1.5 and Mistral Small 3.1, of files of ROLL and verl"
 )
 
 
@@ -421,6 +428,9 @@ def _refuse_pictures(draft: Draft) -> None:
 def _check_engines_see(config: PipelineConfig, *, videos: bool = False) -> Iterator[ConfigProblem]:
     """Every role's engine is given pictures, and videos; a run asks only once the model's files are there."""
     family = picture_family(config.pretrain)
+    if WORDS_ALONE.search(config.pretrain.lower()):
+        key, column = "actor_train.data_args.image", config.actor_train.data_args.image
+        yield ConfigProblem(key, column, "null: Qwen3.5 is trained on pictures without experts alone")
     if videos and family is not None and family != _WITH_VIDEOS:
         key, column = "actor_train.data_args.video", config.actor_train.data_args.video
         yield ConfigProblem(key, column, f"null: videos are for {_WITH_VIDEOS} alone, not for {family}")

@@ -248,7 +248,7 @@ def read(
     read_by_links = frozenset(_read_by_links(links, links, ()))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
-    values = _plain(tree)
+    values = _plain(tree, unresolved, notes)
     unread |= _links_to(unread, values, ())
     return Given(values, unresolved, read_by_links, notes, missing, folders, unread, program)
 
@@ -396,8 +396,12 @@ def _composed(file: Path, content: dict[str, Any], entries: list[Any]) -> DictCo
     return tree
 
 
-def _plain(node: DictConfig) -> dict[str, Any]:
-    """Plain values; a link that leads nowhere stays as text."""
+def _plain(node: DictConfig, tree: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Plain values; a link that leads nowhere stays as text, and so does one to a variable, unless it is a number now.
+
+    Args:
+        tree: all files, with their links.
+    """
     values: dict[str, Any] = {}
     raw = OmegaConf.to_container(node, resolve=False)
     assert isinstance(raw, dict)
@@ -405,11 +409,25 @@ def _plain(node: DictConfig) -> dict[str, Any]:
         try:
             value = node[key]
             if isinstance(value, DictConfig):
-                values[str(key)] = _plain(value)
+                values[str(key)] = _plain(value, tree, notes)
             else:
                 values[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
         except (OmegaConfBaseException, RecursionError):
-            values[str(key)] = link
+            values[str(key)] = _followed(link, tree)
         if not isinstance(link, dict) and "${oc.env:" in str(link):
-            values[str(key)] = link
+            number = values[str(key)]
+            if isinstance(number, int | float):
+                notes.append(f"{key!s} is {number} now: a variable says it in each run there")
+            else:
+                values[str(key)] = link
     return values
+
+
+def _followed(link: Any, tree: Mapping[str, Any]) -> Any:
+    """The text that a link to another key stands for, where that cannot be resolved either."""
+    if not isinstance(link, str) or (found := _LINK.fullmatch(link)) is None:
+        return link
+    value: Any = tree
+    for part in found[1].strip().split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else link

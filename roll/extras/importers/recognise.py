@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ def command_for(file: Path) -> str | None:
 
 
 _SEEN_OR_HEARD = r"(?<![a-z])(?:images?|videos?|audios?|vision|vqa|multi_?modal|vlm?)(?![a-z])"
+_DATA = re.compile(r"(?:^|_)(?:files?|file_name|data_path|dataset|tags?|tag_included|additional_keys)(?:_|$)")
 _SIGNS = (
     (re.compile(r"(?:(?:^|_)(?:images?|videos?|audio|mm|multi_?modal)(?:_|$))|^processor(?:_|$)"), re.compile("")),
     (
@@ -83,32 +84,40 @@ _SIGNS = (
         ),
     ),
     (
-        re.compile(r"(?:^|_)(?:files?|file_name|data_path|dataset|tags?|tag_included|additional_keys)(?:_|$)"),
+        _DATA,
         re.compile(_SEEN_OR_HEARD + r"|(?<![a-z])(?:geo(?:metry)?3k|mm(?=[_-])|mathvista|virl39k|mmk12|deepeyes|coco)"),
     ),
     (
-        re.compile(r"(?:_cls|_func|^class_path|^class_name|^render_mode|^freeze_module_prefix)$"),
-        re.compile(_SEEN_OR_HEARD + r"|detection|rgb|visual"),
+        re.compile(r"(?:_cls|_func|^class_path|^class_name|^render_mode)$"),
+        re.compile(_SEEN_OR_HEARD + r"|detection|rgb"),
     ),
 )
 """Names of keys, and what their values say where pictures, video or sound are meant: anything, for the first."""
-_HARMLESS = ("freeze_vision_tower", "freeze_vision_model", "freeze_vision_projection", "image_patch_size")
-"""Keys that verl's files have with their defaults, whatever is trained."""
+_HARMLESS = (
+    "freeze_vision_tower",
+    "freeze_vision_model",
+    "freeze_vision_projection",
+    "image_patch_size",
+    "moe_use_grouped_mm",
+)
+"""Keys that files have with their defaults, whatever is trained, and one of multiplying matrices."""
 
 
-_OTHER_MEDIA = re.compile(r"audio|omni|custom_data_kwargs")
+_OTHER_MEDIA = re.compile(r"audio|omni")
 _VIDEO = re.compile(r"(?:^|_)videos?(?:_|$)")
 FAMILIES = {
     "qwen2_5_vl": re.compile(r"qwen-?2[._]5-?vl"),
     "qwen3_vl_moe": re.compile(r"qwen-?3-?vl-?\d+b-?a\d+b"),
     "qwen3_vl": re.compile(r"qwen-?3-?vl"),
-    "qwen3_5": re.compile(r"qwen-?3[._]5"),
+    "qwen3_5": re.compile(r"qwen-?3[._]5(?!-?\d+b-?a\d+b)"),
     "glm4v": re.compile(r"glm-?4[._]?1v"),
     "gemma3": re.compile(r"gemma-?3-"),
     "llava": re.compile(r"llava-v?1[._]5"),
     "mistral3": re.compile(r"mistral-small-3[._][12]"),
 }
 """Names of models that are trained on pictures here, by ``model_type``; the first that fits."""
+WORDS_ALONE = re.compile(r"qwen-?3[._]5-?\d+b-?a\d+b")
+"""Names of models whose tower is left alone here, since their names do not tell them from text models."""
 
 
 def picture_family(name: str) -> str | None:
@@ -124,9 +133,10 @@ def is_translated(key: str, value: Any) -> bool:
     return not _OTHER_MEDIA.search(text) and (not names_model or picture_family(text) is not None)
 
 
-def asks_for_videos(keys: Iterable[str]) -> bool:
-    """Tells whether some of the keys of ``media_in`` ask for videos by their names."""
-    return any(_VIDEO.search(key.rpartition(".")[2]) for key in keys)
+def asks_for_videos(media: Mapping[str, Any]) -> bool:
+    """Tells whether some of the keys of ``media_in`` ask for videos, by their names or by those of the data."""
+    named = ((key.rpartition(".")[2].lower(), str(value).lower()) for key, value in media.items())
+    return any(_VIDEO.search(name) or (_DATA.search(name) and "video" in said) for name, said in named)
 
 
 def pictures_in(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

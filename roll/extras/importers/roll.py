@@ -450,6 +450,16 @@ _VERIFIERS: dict[str, str] = {
 """Verifiers by the name of the worker class whose place they take."""
 _LENGTHS = {"min_tokens": 100, "max_tokens": 400}
 """Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
+_BOX = r"\\boxed\{%s\}"
+_CHOSEN: dict[str, list[dict[str, Any]]] = {
+    "loose": [{"name": "multiple_choice", "weight": 2.0}],
+    "soft": [
+        {"name": "multiple_choice", "weight": 1.5},
+        {"name": "format", "weight": 0.5, "args": {"pattern": rf".*{_BOX % '[^}]+'}(?!.*</think>).*"}},
+    ],
+    "strict": [{"name": "multiple_choice", "weight": 2.0, "args": {"answer_pattern": _BOX % "([^}]+)"}}],
+}
+"""Rewards by ``reward_type``, but for a constant: the right letter, a box, the right letter in a box."""
 _FILTER, _BOUNDS = {"type", "filter_args", "low", "high"}, {"threshold_down", "threshold_up", "std_threshold"}
 _THEIR_PROMPT = 1024
 """Tokens of a prompt by default."""
@@ -578,7 +588,9 @@ def _roles(draft: Draft) -> None:
             drop_adapter(draft)
         if names := draft.get(frozen := f"{role}.model_args.freeze_module_prefix"):
             own = ",".join(_TOWER.sub("model.visual", name.strip()) for name in str(names).split(","))
-            if own != names:
+            if own == "model.visual" and not media_in(draft):
+                draft.drop_ours(frozen, "a run on text leaves the tower as it is; with pictures, freeze model.visual")
+            elif own != names:
                 draft.derive(frozen, frozen, own, "the name of the tower in a checkpoint")
         if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
             draft.set(f"{role}.model_args.dtype", "bf16")
@@ -639,6 +651,9 @@ def _data(draft: Draft, agentic: bool) -> None:
 
 def _picture_columns(draft: Draft, data: str) -> None:
     """What ROLL's pipelines for pictures read of a row, whatever the keys say; that for mathematics has no domains."""
+    if reader := draft.theirs(key := f"{data}.custom_data_kwargs_func"):
+        _own_reader(draft, key, str(reader), data)
+        return
     if draft.has(f"{data}.domain_interleave_probs"):
         own, most = {"messages": "prompt", "response": "reward_model.ground_truth", "tag": "data_source"}, 4096
         draft.forget(f"{data}.prompt")
@@ -649,6 +664,18 @@ def _picture_columns(draft: Draft, data: str) -> None:
         own["default_tag"] = next(iter([*tags, *draft.theirs("rewards", {})]), "math")
         draft.forget(f"{data}.messages")
     set_picture_columns(draft, own, most)
+
+
+def _own_reader(draft: Draft, key: str, reader: str, data: str) -> None:
+    """A function of theirs that reads the rows: ROLL's own example has columns of Video-R1."""
+    if not reader.endswith(".video_r1_get_data_kwargs"):
+        draft.tell(Kind.IMPOSSIBLE, key, reader, note=f"a function of its own reads the rows: {data}.dataset_cls does")
+        return
+    draft.forget(f"{data}.messages")
+    for ours, column in {"prompt": "problem", "response": "solution", "tag": "modality_type"}.items():
+        draft.derive(key, f"{data}.{ours}", column, "what that function reads")
+    note = "a question is followed by how to think and answer there, by problem_type: write it into the rows"
+    draft.tell(Kind.TO_DO, f"{data}.prompt", "problem", note=note)
 
 
 def _validation(draft: Draft) -> None:
@@ -753,6 +780,10 @@ def _reward(draft: Draft, name: str) -> None:
         entry["args"] = {"path": f"{_snake(worker.rpartition('.')[2] or name)}.py:score"}
     if verifier == "judge":
         entry["args"] = judge_arguments(draft, base, domain)
+    elif reward := worker.endswith("CrossThinkQARuleRewardWorker") and domain.get("reward_type"):
+        verifiers = [*_CHOSEN.get(reward, verifiers)]
+        note = "1 less in each row there, and up to 0.5 less for groups of three words that come again"
+        draft.tell(Kind.DERIVED, f"{base}.reward_type", reward, f"{base}.verifiers", note=note)
     elif verifier == "code":
         entry["args"] = {"tests_key": "test_cases"}
         if domain.get("code_url") and domain.get("use_local") is False:

@@ -23,6 +23,7 @@ from roll.extras.importers.common import (
     trust_code,
 )
 from roll.extras.importers.draft import Draft, Kind
+from roll.extras.importers.recognise import media_in, picture_family
 from roll.extras.importers.table import DROP, TRANSFORMS, Omitted, Partial, Untranslatable, usual
 from roll.extras.importers.verl_algorithm import CORRECTION, set_algorithm, set_bypass, set_optimizer, set_rewards
 from roll.extras.importers.verl_roles import (
@@ -318,6 +319,11 @@ def _data(draft: Draft) -> None:
         draft.derive("data.image_key", f"{data}.image", column)
     if draft.has("data.video_key") and (column := draft.theirs("data.video_key")) != "videos":
         draft.derive("data.video_key", f"{data}.video", column)
+    if draft.theirs(key := "actor_rollout_ref.actor.freeze_vision_tower") and media_in(draft):
+        if picture_family(str(draft.get("pretrain"))) in ("gemma3", "llava", "mistral3"):
+            draft.tell(Kind.DROPPED, key, True, note="verl freezes towers that are called visual alone")
+        else:
+            draft.derive(key, "actor_train.model_args.freeze_module_prefix", "model.visual")
     if draft.has("data.seed"):
         draft.carry("data.seed", "seed", int)
     whole = int(draft.get("prompt_length", 512)) + int(draft.get("response_length", 512))

@@ -25,7 +25,7 @@ MEGATRON_KEYS = (
 )
 """Options of Megatron with the same names in verl."""
 UNREAD_BY_ENGINES = ("disable_mm_preprocessor_cache", "max_logprobs")
-"""Options of vLLM that say nothing here: there are no images, and who asks for top tokens gets them."""
+"""Options of vLLM that say nothing here: pictures are prepared before, and who asks for top tokens gets them."""
 FUSED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),

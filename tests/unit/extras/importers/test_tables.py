@@ -377,6 +377,14 @@ def test_a_link_makes_harmless_only_what_it_reads():
     assert unknown(*words, "eval_steps=${oc.select:texts.other,3}") == {"texts.more.a"}
 
 
+def test_links_to_variables_stay_unless_they_are_numbers(monkeypatch):
+    monkeypatch.delenv("NOBODY_SETS_THIS", raising=False)
+    words = ("pretrain=${oc.env:NOBODY_SETS_THIS}", "+actor_train.model_args.model_name_or_path=${pretrain}")
+    found = imported("roll", *words, "prompt_length=${oc.decode:${oc.env:NOBODY_SETS_THIS,96}}")
+    assert found.written["pretrain"] == "${oc.env:NOBODY_SETS_THIS}" and found.written["prompt_length"] == 96
+    assert "actor_train.model_args.model_name_or_path" not in found.lost and "prompt_length is 96 now" in found.remarks
+
+
 @pytest.mark.parametrize("key", ["some_template", "_private_", "action_pattern", "my_penalty"])
 def test_a_name_makes_no_key_harmless(key):
     assert unknown(f"+{key}=text") == {key}
@@ -412,9 +420,11 @@ PICTURES = [
     {"custom_envs": {"x": {"env_config": {"render_mode": "rgb_array"}}}},
     {"actor_infer": {"strategy_args": {"strategy_config": {"limit_mm_per_prompt": {"image": 4}}}}},
     {"actor_train": {"data_args": {"audio_folder": "/sounds"}}},
-    {"actor_train": {"model_args": {"freeze_module_prefix": "vision_model"}}},
+    {"actor_train": {"data_args": {"custom_data_kwargs_func": "roll.datasets.vlm_dataset_utils.video_r1"}}},
 ]
 TEXT = [
+    {"actor_train": {"model_args": {"freeze_module_prefix": "vision_model"}}},
+    {"actor_train": {"strategy_args": {"strategy_config": {"moe_use_grouped_mm": True}}}},
     {"pretrain": "Qwen/Qwen2.5-7B-Instruct", "data": {"image_key": None}},
     {"pretrain": "/models/evolve/Qwen3-8B", "actor": {"freeze_vision_tower": False}},
     {"model": {"lora": {"freeze_vision_model": True}}, "rollout": {"limit_images": None}},
@@ -439,7 +449,7 @@ def test_text_is_no_picture(values):
     [
         ("roll", "pretrain=OpenGVLab/InternVL3-8B"),
         ("roll", "+actor_train.data_args.audio_folder=/sounds"),
-        ("roll", "+actor_train.data_args.custom_data_kwargs_func=a.video_r1_get_data_kwargs"),
+        ("roll", "+actor_train.data_args.custom_data_kwargs_func=a.audio_test_get_data_kwargs"),
         ("verl", "actor_rollout_ref.model.path=lmms-lab/llava-onevision-qwen2-7b-ov"),
         ("verl_sft", "model.partial_pretrain=Qwen/Qwen2-VL-2B-Instruct"),
         ("chatlearn", "models.policy.load=/models/Qwen2.5-VL-7B-Instruct"),
@@ -519,7 +529,12 @@ def test_every_family_with_pictures_is_known_by_the_name_of_a_model():
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
     )  # fmt: skip
     assert tuple(map(picture_family, names)) == FAMILIES
-    assert picture_family("google/gemma-3n-E4B-it") is None
+    assert picture_family("google/gemma-3n-E4B-it") is None and picture_family("Qwen/Qwen3.5-35B-A3B") is None
+    found = imported(
+        "verl", "actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B", "data.train_files=/data/geo3k.parquet"
+    )
+    assert "actor_train.data_args.image" in {each.path for each in found.result.problems}
+    imported("verl", "actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B", lost=set())
 
 
 def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_path):
@@ -553,6 +568,39 @@ def test_videos_become_keys_of_ours():
     assert found[f"{data}.video",] == ("clips",)
     assert expected[f"{data}.video"] == "null: videos are for qwen3_vl alone, not for qwen2_5_vl"
     assert "such as hf_infer (vllm has not been compared" in expected["actor_infer.strategy_args.strategy_name"]
+
+
+def test_data_named_after_videos_need_engines_that_take_them():
+    words = ("data.train_files=/data/tinyllava-video-r1/train.parquet", "actor_rollout_ref.model.path=Qwen/Qwen3.5-9B")
+    refused = {each.path for each in imported("verl", *words).result.problems}
+    assert {"actor_train.data_args.video", "actor_infer.strategy_args.strategy_name"} <= refused
+
+
+def test_a_function_that_reads_the_rows_has_its_columns_or_is_refused():
+    data, seeing = "actor_train.data_args", "pretrain=Qwen/Qwen3-VL-4B-Instruct"
+    own = f"+{data}.custom_data_kwargs_func=roll.datasets.vlm_dataset_utils"
+    found = imported("roll", seeing, f"{own}.video_r1_get_data_kwargs", f"+{data}.video_fps=2.0")
+    assert found[f"{data}.prompt", f"{data}.messages", f"{data}.response", f"{data}.tag", f"{data}.video"] == (
+        "problem", None, "solution", "modality_type", "video",
+    )  # fmt: skip
+    assert (f"{data}.prompt", TO_DO) in found.kinds and f"{data}.custom_data_kwargs_func" not in found.lost
+    assert f"{data}.custom_data_kwargs_func" in imported("roll", seeing, f"{own}.mine").lost
+
+
+def test_the_tower_is_frozen_in_a_run_with_pictures_alone():
+    key, frozen = "actor_rollout_ref.actor.freeze_vision_tower", "actor_train.model_args.freeze_module_prefix"
+    for model, expected in (
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "model.visual"),
+        ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", None),
+        ("Qwen/Qwen2.5-7B-Instruct", None),
+    ):
+        words = (
+            (f"actor_rollout_ref.model.path={model}", "data.image_key=shown") if expected or "Small" in model else ()
+        )
+        found = imported("verl", *words, f"{key}=true")
+        assert found[frozen,] == (expected,) and key not in found.lost
+    found = imported("roll", f"+{frozen}=vision_model")
+    assert found[frozen,] == (None,) and (frozen, DROPPED) in found.kinds
 
 
 def test_the_report_begins_with_what_a_user_must_look_at():
