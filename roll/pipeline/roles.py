@@ -234,7 +234,7 @@ class Roles:
         by_work = config.balance_ranks_by == "work"
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager, by_work)
         if isinstance(config, RLConfig):
-            self.actor.compare(config.train_infer_correction.is_weight, by_age=config.overlaps)
+            self.actor.compare(config.train_infer_correction, by_age=config.overlaps)
         self.restarts = RestartBudget(config.worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
@@ -529,7 +529,8 @@ def _with_scores(
         if name == "ref_logprobs_T":
             columns["ref_hidden_TH"] = found("hidden_TH")
         elif name == "old_logprobs_T":
-            columns |= {each: found(each) for each in ("kl_T", "prob_square_sum_T", "mismatch_BVK", "importance_T")}
+            names = ("kl_T", "prob_square_sum_T", "mismatch_BVK", "importance_T", "rejected_T")
+            columns |= {each: found(each) for each in names}
             if "experts_TE" in scores.as_they_are:
                 columns["experts_TE"] = found("experts_TE")
     return batch.replace(**columns)

@@ -26,7 +26,7 @@ from roll.utils.memory import freeze_startup_objects
 
 if TYPE_CHECKING:
     from roll.algorithms.types import LossFn, TokenScores
-    from roll.configs.algorithm import IsWeightConfig
+    from roll.configs.algorithm import TrainInferCorrectionConfig
     from roll.data.batch import Batch
     from roll.distributed.strategy.base import (
         GenerateStrategy,
@@ -83,14 +83,15 @@ class ScoreWorker(Worker):
         return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
     def score(
-        self, call: str, batch: Batch, tells: bool, is_weight: IsWeightConfig | None, *args: Any
+        self, call: str, batch: Batch, tells: bool, correction: TrainInferCorrectionConfig | None, *args: Any
     ) -> TokenScores | None:
         """Calls ``logprobs`` or ``probe_logprobs``, and leaves the scores in the object store of this node.
 
         Args:
             batch: its columns may be stored.
             tells: false returns nothing: another rank has the same share.
-            is_weight: the scores are to have importance weights, where the batch has log-probs to compare with.
+            correction: the scores are to have its weights and rejections, where the batch has log-probs to compare
+                with.
         """
         from roll.algorithms.correction import compared
         from roll.distributed.cluster.cluster import RayBlock
@@ -100,8 +101,9 @@ class ScoreWorker(Worker):
             scores: TokenScores = getattr(self, call)(batch, *args)
             if not tells:
                 return None
-            batch = compared(batch.replace(old_logprobs_T=scores.logprobs_T), is_weight)
-            scores = replace(scores, mismatch_BVK=batch.mismatch_BVK, importance_T=batch.importance_T)
+            batch = compared(batch.replace(old_logprobs_T=scores.logprobs_T), correction)
+            found = {name: getattr(batch, name) for name in ("mismatch_BVK", "importance_T", "rejected_T")}
+            scores = replace(scores, **found)
             return scores.stored(batch.lengths_B, RayBlock.put)
 
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
