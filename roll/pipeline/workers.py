@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
+import os
+import signal
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -25,6 +28,8 @@ from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.memory import freeze_startup_objects
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from roll.algorithms.types import LossFn, TokenScores
     from roll.configs.algorithm import TrainInferCorrectionConfig
     from roll.data.batch import Batch
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
     from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
     from roll.utils.hashing import WrittenFile
 
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 
@@ -225,15 +232,20 @@ class InferWorker(Worker):
 
     strategy: GenerateStrategy
 
-    def setup(self, context: StrategyContext, continuous: bool = True) -> None:
-        """Builds and starts the engine.
+    _watches: Sequence[asyncio.Task[None]] = ()
+
+    def setup(self, context: StrategyContext, continuous: bool = True, followers: Sequence[ActorHandle] = ()) -> None:
+        """Builds and starts the engine, or this node's part of one whose requests and weights another worker takes.
 
         Args:
             continuous: admit requests at any time (``generate_opt_level: 1``); otherwise a new batch starts only when
                 the one before has finished (``0``).
+            followers: workers with the other parts of this engine; when one of them dies, this one does.
         """
         from roll.distributed.weights.receiver import WeightReceiver
 
+        for watch in self._watches:
+            watch.cancel()
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
         self.strategy = make_strategy(context)
@@ -245,7 +257,22 @@ class InferWorker(Worker):
         self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
         self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
+        self._watches = [asyncio.get_running_loop().create_task(self._die_with(each)) for each in followers]
         freeze_startup_objects()
+
+    async def wait(self) -> None:
+        """Returns never: its caller gets Ray's error when this worker dies."""
+        await asyncio.Event().wait()
+
+    async def _die_with(self, follower: ActorHandle) -> None:
+        """Without a part an engine may hang for minutes, and then says something of a connection."""
+        from ray.exceptions import RayError
+
+        try:
+            await follower.wait.remote()
+        except RayError as error:
+            logger.error("%r ends, since a part of its engine is gone: %s", self, error)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
         """Takes requests, which come as ``Records``; their results are fetched by ``poll``."""
