@@ -151,3 +151,32 @@ def test_an_engine_over_two_nodes_samples_what_it_does_on_one_and_comes_back_whe
     assert repeated(one) == repeated(two)
     found, expected = two.tensors(2), one.tensors(2)
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_updates_are_deltas_is_the_one_whose_are_whole(rlvr: Rlvr, machines: subprocess.Popen[str]):
+    layout = (
+        "num_nodes=3",
+        "max_steps=4",
+        "save_steps=4",
+        "actor_infer.device_mapping=[2]",
+        "actor_infer.model_args.dtype=bf16",
+        "actor_train.model_args.dtype=bf16",
+        "actor_train.training_args.learning_rate=1e-5",
+        "validation=null",
+    )
+    address = said(machines)
+    whole, deltas = (
+        rlvr(*layout, f"weight_update_deltas={given}", output=given, address=address).ended()
+        for given in ("false", "true")
+    )
+    sent = [deltas.metrics[step]["weight_update/sent_share"] for step in range(1, 5)]
+    assert sent[0] >= 0.5 and all(0 < share < 0.2 for share in sent[1:]), sent  # the first update is whole
+    assert all(whole.metrics[step]["actor/grad_norm"] > 0 for step in range(1, 5))
+    of_deltas = [
+        {n: each for n, each in step.items() if not n.startswith("weight_update/")} for step in repeated(deltas)
+    ]
+    assert of_deltas == repeated(whole)
+    found, expected = deltas.tensors(4), whole.tensors(4)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
