@@ -22,7 +22,7 @@ from roll.configs.algorithm import (
     TrainInferFilterConfig,
 )
 from roll.data.batch import Batch
-from roll.data.stored import Stored
+from roll.data.stored import Stored, scaled
 
 MISMATCH_MAX = "mismatch/logprob_diff_max"
 MISMATCH = ("mismatch/logprob_diff_mean", MISMATCH_MAX, "mismatch/k3")
@@ -46,6 +46,11 @@ class Compared(IntEnum):
     """Tokens whose weight is ``upper_bound`` after cutting."""
     ABOVE_BOUND = 7
     """Tokens whose weight was larger before."""
+    UNIT_WEIGHTS = 8
+    """Sum of the weights, each token, turn or row that has one of its own once; from here on only where weights are to
+    be divided by their mean."""
+    UNITS = 9
+    """Number of these; of one that several versions have sampled each has its part."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,14 @@ class Levels:
         """Scalar: mean over tokens, segments or rows of values that the tokens of each share."""
         if level == "token":
             return values_M.mean()
+        return (values_M / self.sizes(level)).sum() / (torch.bincount(self._units(level)) > 0).sum()
+
+    def sizes(self, level: AggregationLevel) -> Tensor:
+        """int64 [M]: tokens that share a value with each token."""
+        if level == "token":
+            return torch.ones_like(self.row_M)
         index_M = self._units(level)
-        count_N = torch.bincount(index_M)
-        return (values_M / count_N[index_M]).sum() / (count_N > 0).sum()
+        return torch.bincount(index_M)[index_M]
 
     def _units(self, level: AggregationLevel) -> Tensor:
         return self.segment_M if level == "segment" else self.row_M
@@ -143,11 +153,14 @@ def passes_filter(trained_M: Tensor, generated_M: Tensor, levels: Levels, config
 
 
 def passes_filters(batch: Batch, filters: Sequence[TrainInferFilterConfig], user: str) -> Tensor:
-    """bool [M]: the sampled tokens that all of the filters pass.
+    """bool [M]: the sampled tokens that all of the filters pass, as the ranks have found if they were asked.
 
     Raises:
         ValueError: as ``engine_logprobs``.
     """
+    if batch.rejected_T is not None and _scored_by_ranks(batch) is not None:
+        require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
+        return ~batch.rejected_T[batch.loss_mask_T]
     engines = engine_logprobs(batch, user)
     levels = Levels.of(batch, batch.loss_mask_T.nonzero().squeeze(1))
     return torch.stack([passes_filter(*engines, levels, each) for each in filters]).all(0)
@@ -164,10 +177,11 @@ def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
     return trained_T[batch.loss_mask_T].double(), generated_T[batch.loss_mask_T].double()
 
 
-def compared(batch: Batch, is_weight: IsWeightConfig | None = None) -> Batch:
-    """The batch with ``mismatch_BVK`` and, where weights are on, ``importance_T``; as it is without both log-probs.
+def compared(batch: Batch, config: TrainInferCorrectionConfig | None = None) -> Batch:
+    """The batch with ``mismatch_BVK``, where weights are on ``importance_T``, and where filters are ``rejected_T``.
 
-    Sums of rows, and no row's weight depends on another's: it does not matter which rank has which row. V counts the
+    As it is without both log-probs. Nothing of a row depends on another: it does not matter which rank has which. V
+    counts the
     runs of a row's sampled tokens that one version has sampled, in their order, K their figures (``Compared``). Rows of
     fewer runs than others have runs of 0 tokens behind. NaN where a log-prob is not finite.
     """
@@ -186,20 +200,28 @@ def compared(batch: Batch, is_weight: IsWeightConfig | None = None) -> Batch:
     most_N = torch.zeros(count, dtype=torch.float64).scatter_reduce(0, run_M, d_M.abs(), "amax")
     figures = [version_M[starts_M].double(), _counts(run_M, count), sums(d_M.abs(), run_M, count), most_N]
     figures.append(sums(k3(d_M), run_M, count))
-    importance_T = None
+    importance_T = rejected_T = None
+    is_weight = None if config is None else config.is_weight
+    levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
     if is_weight is not None and is_weight.enabled:
         bound = torch.inf if is_weight.upper_bound is None else is_weight.upper_bound
-        levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
         ratio_M = importance_ratio(-d_M, levels, is_weight.weight_type)
         cut_M = ratio_M.clamp(max=bound)
         importance_T = torch.zeros(batch.num_tokens, dtype=torch.float32)
         importance_T[mask_T] = cut_M.float()
         figures += [sums(cut_M, run_M, count), _counts(run_M[cut_M == bound], count)]
         figures.append(_counts(run_M[ratio_M > bound], count))
+        if is_weight.batch_normalize:
+            share_M = 1 / levels.sizes(is_weight.weight_type).double()
+            figures += [sums(cut_M * share_M, run_M, count), sums(share_M, run_M, count)]
+    if config is not None and (filters := config.enabled_filters):
+        engines = batch.old_logprobs_T[mask_T].double(), batch.rollout_logprobs_T[mask_T].double()
+        rejected_T = torch.zeros_like(mask_T)
+        rejected_T[mask_T] = ~torch.stack([passes_filter(*engines, levels, each) for each in filters]).all(0)
     most = int(place_N.max()) + 1 if count else 1
     found_BVK = torch.zeros(batch.num_sequences, most, len(figures), dtype=torch.float64)
     found_BVK[row_N, place_N] = torch.stack(figures, 1)
-    return batch.replace(mismatch_BVK=found_BVK, importance_T=importance_T)
+    return batch.replace(mismatch_BVK=found_BVK, importance_T=importance_T, rejected_T=rejected_T)
 
 
 def _counts(index_M: Tensor, size: int) -> Tensor:
@@ -211,23 +233,37 @@ def mismatch_of_rows(batch: Batch) -> Tensor | None:
     return compared(batch).mismatch_BVK if batch.mismatch_BVK is None else batch.mismatch_BVK
 
 
-def weights_of_ranks(batch: Batch, config: IsWeightConfig) -> dict[str, float]:
-    """Figures of ``importance_T``, if those are the weights of the sampled tokens; else nothing, and they are computed.
-
-    They are not where rows were not scored, a token was masked since, or all are to be divided by their mean.
-
-    Returns:
-        ``mean`` of the sampled tokens, and ``capped``, the share of those with the weight ``upper_bound``.
-    """
-    found_BVK = batch.mismatch_BVK
-    if found_BVK is None or vars(batch)["importance_T"] is None or config.batch_normalize:
-        return {}
-    totals_K = found_BVK.sum(1)[batch.rows_with_loss].sum(0)
+def _scored_by_ranks(batch: Batch) -> Tensor | None:
+    """float64 [K]: figures of the sampled tokens; ``None`` where rows were not scored, or a token was masked since."""
+    if batch.mismatch_BVK is None or batch.on_policy_B is not None:
+        return None
+    totals_K = batch.mismatch_BVK.sum(1)[batch.rows_with_loss].sum(0)
     num_tokens = int(batch.loss_mask_T.sum())
-    if int(totals_K[Compared.TOKENS]) != num_tokens or batch.on_policy_B is not None or not num_tokens:
-        return {}
-    means_K = totals_K / num_tokens
-    return {"mean": float(means_K[Compared.WEIGHTS]), "capped": float(means_K[Compared.AT_BOUND])}
+    return totals_K if num_tokens and int(totals_K[Compared.TOKENS]) == num_tokens else None
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """Importance weights that ranks have computed."""
+
+    weights_T: Tensor | Stored
+    """As they count in the loss."""
+    mean: float
+    """Of the sampled tokens, before a division by a mean."""
+    capped: float
+    """Share of the sampled tokens with the weight ``upper_bound``."""
+    divisor: float
+    """1, or the mean that ``weights_T`` are divided by."""
+
+
+def weights_of_ranks(batch: Batch, config: IsWeightConfig) -> RankWeights | None:
+    """``importance_T``, if those are the weights of the sampled tokens; else ``None``, and they are computed."""
+    importance_T, totals_K = vars(batch)["importance_T"], _scored_by_ranks(batch)
+    if importance_T is None or totals_K is None:
+        return None
+    mean, capped = (float(totals_K[each] / totals_K[Compared.TOKENS]) for each in (Compared.WEIGHTS, Compared.AT_BOUND))
+    divisor = float(totals_K[Compared.UNIT_WEIGHTS] / totals_K[Compared.UNITS]) if config.batch_normalize else 1.0
+    return RankWeights(scaled(importance_T, 1 / divisor), mean, capped, divisor)
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
@@ -267,9 +303,9 @@ def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConf
     require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
     if (versions_T := batch.rollout_versions_T) is None:
         return {}
-    is_weight, filters = config.is_weight, [each for each in config.filters if each.enabled]
-    if batch.mismatch_BVK is None or (is_weight.enabled and batch.mismatch_BVK.shape[2] < len(Compared)):
-        batch = compared(batch, is_weight)
+    is_weight, filters = config.is_weight, config.enabled_filters
+    if batch.mismatch_BVK is None or (is_weight.enabled and batch.mismatch_BVK.shape[2] <= Compared.ABOVE_BOUND):
+        batch = compared(batch, config)
     if (found_BVK := batch.mismatch_BVK) is None:
         return {}
     runs_NK = found_BVK[found_BVK[:, :, Compared.TOKENS] > 0]

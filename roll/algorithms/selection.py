@@ -19,6 +19,7 @@ from roll.algorithms.types import require_columns, require_finite
 from roll.configs.algorithm import AlgorithmParts, SelectionConfig
 from roll.configs.policy_loss import ClipCov, KlCov, PolicyVariant
 from roll.data.batch import Batch
+from roll.data.stored import Stored
 
 RESAMPLE_EPS = 1e-8
 """Added to the weights that PF-PPO draws rows by, so that they never add up to 0."""
@@ -81,7 +82,7 @@ def drop_masked_episodes(batch: Batch, config: SelectionConfig) -> tuple[Batch, 
 
 def _token_weights(
     batch: Batch, parts: AlgorithmParts, variant: PolicyVariant, generator: torch.Generator
-) -> tuple[Tensor | None, dict[str, float]]:
+) -> tuple[Tensor | Stored | None, dict[str, float]]:
     """Product of all weights that are switched on, float32 [T] (``None`` if none is), and metrics."""
     mask_T, config = batch.loss_mask_T, parts.selection
     metrics: dict[str, float] = {}
@@ -92,11 +93,11 @@ def _token_weights(
         alone = not (weighs_rows or parts.policy_loss.loss_name == "clip_cov")
         if alone and (found := weights_of_ranks(batch, is_weight)):
             metrics |= {
-                "mismatch/is_weight_mean": found["mean"],
-                "mismatch/is_weight_capped_frac": found["capped"],
-                "actor/weight_mean": found["mean"],
+                "mismatch/is_weight_mean": found.mean,
+                "mismatch/is_weight_capped_frac": found.capped,
+                "actor/weight_mean": found.mean / found.divisor,
             }
-            return vars(batch)["importance_T"], metrics
+            return found.weights_T, metrics
         cut_M, weight_M = batch_weights(batch, is_weight)
         capped_M = cut_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
         metrics["mismatch/is_weight_mean"] = mean(cut_M)
@@ -123,7 +124,7 @@ def _kept_tokens(batch: Batch, parts: AlgorithmParts) -> tuple[Tensor, dict[str,
     """bool [T], True where nothing was sampled; and the share of sampled tokens that each kind of mask takes out."""
     mask_T, metrics, config = batch.loss_mask_T, {}, parts.selection
     keep_T = torch.ones_like(mask_T)
-    if filters := [f for f in parts.correction.filters if f.enabled]:
+    if filters := parts.correction.enabled_filters:
         keep_M = passes_filters(batch, filters, "train_infer_correction.filters")
         metrics["mismatch/rejected_frac"] = mean(~keep_M)
         keep_T[mask_T] = keep_M

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Annotated, Any, TypeAlias
 
@@ -52,6 +52,8 @@ class TokenScores:
     """int16 [T, E] the experts that each token itself went through, layer by layer; -1 where that is not known."""
     importance_T: Tensor | None = None
     """float32 importance weights to the rollout's log-probs, see ``Batch``."""
+    rejected_T: Tensor | None = None
+    """bool the tokens that filters turn down, see ``Batch``."""
     mismatch_BVK: Tensor | None = None
     """float64 sums of the differences to the rollout's log-probs, see ``Batch``."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
@@ -93,15 +95,18 @@ class TokenScores:
                 found = columns[name] = of_parts[0].new_zeros(len(lengths_B), most, of_parts[0].shape[2])
                 for some, part in zip(rows, of_parts, strict=True):
                     found[some, : part.shape[1]] = part
+            elif name == "rejected_T":
+                columns[name] = _in_rows(of_parts, lengths_B, rows)
             else:
                 column = joined(of_parts, lengths_B, rows, own.get(name, Column()).unset)
                 columns[name] = column if name in own else column.value  # ``others`` are read without a field
         return cls.of(**columns)
 
     def stored(self, lengths_B: Tensor, put: Callable[[Arrays], Block]) -> TokenScores:
-        """The same, its columns over tokens in a block; of rows of these lengths."""
-        columns: dict[str, Any] = {**store(self.columns, lengths_B, put), "mismatch_BVK": self.mismatch_BVK}
-        return TokenScores.of(**columns)
+        """The same, its columns over tokens in a block, but for the rejected ones, mostly equal; of rows of these
+        lengths."""
+        here: dict[str, Any] = {"mismatch_BVK": self.mismatch_BVK, "rejected_T": self.rejected_T}
+        return TokenScores.of(**store(replace(self, rejected_T=None).columns, lengths_B, put) | here)
 
     @property
     def columns(self) -> dict[str, Tensor]:
@@ -118,6 +123,19 @@ class TokenScores:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``Batch`` does; scores without gradient, in host memory."""
         return from_arrays, (TokenScores.of, to_arrays(self.as_they_are))
+
+
+def _in_rows(parts: Iterable[Tensor], lengths_B: Tensor, rows: Iterable[Tensor]) -> Tensor:
+    """[T]: a column of a batch from those of its parts, which have these rows of it; 0 elsewhere."""
+    offsets_B = lengths_B.cumsum(0) - lengths_B
+    found: Tensor | None = None
+    for some, part in zip(rows, parts, strict=True):
+        found = part.new_zeros(int(lengths_B.sum())) if found is None else found
+        length_R = lengths_B[some]
+        first_T = (offsets_B[some] - (length_R.cumsum(0) - length_R)).repeat_interleave(length_R)
+        found[first_T + torch.arange(len(part))] = part
+    assert found is not None, "a batch has a part"
+    return found
 
 
 may_be_stored(*filter(is_per_token, columns_of(TokenScores)))(TokenScores)

@@ -107,14 +107,18 @@ class TrainInferCorrectionConfig(Config):
             yield self.problem(
                 "is_weight.enabled", "false with bypass: the loss's ratio already is this weight", "bypass"
             )
-        if self.bypass and any(each.enabled for each in self.filters):
+        if self.bypass and self.enabled_filters:
             expected = "none enabled with bypass: there is nothing to compare"
             yield ConfigProblem("filters", "a filter", expected, involves=("bypass",))
 
     @property
+    def enabled_filters(self) -> list[TrainInferFilterConfig]:
+        return [each for each in self.filters if each.enabled]
+
+    @property
     def uses_old_logprobs(self) -> bool:
         """Tells whether it compares the old log-probabilities, which then must be computed by the training engine."""
-        return (self.is_weight.enabled and self.is_weight.detach) or any(f.enabled for f in self.filters)
+        return (self.is_weight.enabled and self.is_weight.detach) or bool(self.enabled_filters)
 
 
 KlPenalty = Literal[

@@ -87,9 +87,12 @@ class Batch:
     importance_T: Tensor | None = None
     """float32: the importance weight of each sampled token, cut, as the ranks that computed ``old_logprobs_T`` find it;
     0 where the mask was 0."""
+    rejected_T: Tensor | None = None
+    """bool: the sampled tokens that a filter turns down (``train_infer_correction.filters``), as those ranks find."""
     mismatch_BVK: Tensor | None = None
-    """float64 [B, V, 5], with ``importance_T`` [B, V, 8]: how ``old_logprobs_T`` and ``rollout_logprobs_T`` differ in
-    the sampled tokens of each row, for each version that sampled them (``roll.algorithms.correction``)."""
+    """float64 [B, V, 5], with ``importance_T`` [B, V, 8] or, to divide it by its mean, [B, V, 10]: how
+    ``old_logprobs_T`` and ``rollout_logprobs_T`` differ in the sampled tokens of each row, for each version that
+    sampled them (``roll.algorithms.correction``)."""
     ref_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the reference model."""
     teacher_logprobs_T: Tensor | None = None

@@ -157,6 +157,8 @@ class Stored:
     last token's; ``None``: of others."""
     unset: int = 0
     """Entry of rows that lie nowhere."""
+    factor: float = 1.0
+    """Multiplies entries when they are read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,7 +194,8 @@ class Stored:
             for block, start, length in each
         ]
         nothing = np.zeros((0, *self.width), self.dtype)
-        return torch.from_numpy(np.concatenate([nothing, *rows], dtype=self.dtype, casting="unsafe"))
+        values = np.concatenate([nothing, *rows], dtype=self.dtype, casting="unsafe")
+        return torch.from_numpy(values if self.factor == 1 else (values * np.float64(self.factor)).astype(self.dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without what was fetched."""
@@ -229,6 +232,14 @@ def joined(columns: Sequence[Stored], lengths_B: Tensor, rows: Sequence[Tensor],
         for own, column in zip(rows, columns, strict=True):
             sums_B[own.numpy()] = column.sums_B
     return replace(columns[0], places=places, sums_B=sums_B, unset=unset)
+
+
+def scaled(column: Tensor | Stored, factor: float) -> Tensor | Stored:
+    """The column with each entry multiplied, in float64, and rounded again; a stored one when it is read."""
+    if isinstance(column, Stored):
+        sums_B = None if column.sums_B is None else column.sums_B * factor
+        return replace(column, sums_B=sums_B, factor=column.factor * factor)
+    return (column.double() * factor).to(column.dtype)
 
 
 def read(columns: Sequence[Stored]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from roll.algorithms.quantities import columns_read
 from roll.algorithms.types import TokenScores, is_maximum
-from roll.configs.algorithm import IsWeightConfig
+from roll.configs.algorithm import TrainInferCorrectionConfig
 from roll.data.batch import Batch
 from roll.data.stored import joined, leave, store
 from roll.distributed.cluster.cluster import Cluster, RayBlock
@@ -180,20 +180,22 @@ class ModelCluster:
         self._ranks: list[RankInfo] = []
         self.reads = {"experts_TE", "rollout_logprobs_T"}
         """Columns over tokens, besides ids and loss mask, that its scores depend on, or are compared with."""
-        self._is_weight: IsWeightConfig | None = None
+        self._correction: TrainInferCorrectionConfig | None = None
 
-    def compare(self, is_weight: IsWeightConfig, *, by_age: bool) -> None:
+    def compare(self, correction: TrainInferCorrectionConfig, *, by_age: bool) -> None:
         """Has the ranks compare their log-probs with those of the rollouts as far as the configuration wants it.
 
         Args:
-            is_weight: the weights that they compute, if they are on.
+            correction: whose weights and rejections they compute, as far as they are on.
             by_age: apart for each version that sampled tokens.
         """
         if by_age:
             self.reads.add("rollout_versions_T")
-        if is_weight.enabled:
-            self._is_weight = is_weight
-            self.reads |= {"turn_T"} if is_weight.weight_type == "segment" else set()
+        weight, filters = correction.is_weight, correction.enabled_filters
+        if weight.enabled or filters:
+            self._correction = correction
+        if (weight.enabled and weight.weight_type == "segment") or any(f.agg_type == "segment" for f in filters):
+            self.reads.add("turn_T")
 
     def load_states(self, what: States) -> None:
         """Takes states to the devices; see ``OffloadManager``."""
@@ -270,7 +272,7 @@ class ModelCluster:
         self.load_states(States.WEIGHTS)
         firsts = {rank.dp_rank: rank for rank in reversed(self._ranks)}
         each = [
-            (call, shares[rank.dp_rank], rank is firsts[rank.dp_rank], self._is_weight, *args) for rank in self._ranks
+            (call, shares[rank.dp_rank], rank is firsts[rank.dp_rank], self._correction, *args) for rank in self._ranks
         ]
         refs = self.cluster.submit_each("score", each)
         return partial(self._gather_scores, batch, parts, refs)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from roll.data.batch import Batch
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster, lost_nodes
 from roll.distributed.cluster.errors import NodeLostError, WorkerDiedError
-from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.base import EngineNodes, States, StrategyContext
 from roll.distributed.weights.sync import WeightSync, useless_deltas
 from roll.models.loading import load_config, resolve_dtype
 from roll.models.lora import LoraSpec
@@ -31,6 +31,9 @@ from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.model_cluster import BaseModelReference, ModelCluster, OffloadManager, Scorer
 from roll.pipeline.teachers import TaggedTeachers, aligned, shared_ids, with_teacher
 from roll.utils.hashing import WrittenFile
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +61,10 @@ class RestartBudget:
         self._nodes |= nodes
         if self._spent > self._limit:
             cluster, rank = dead[0]
+            place = "" if places[0] is None else f"process {places[0].pid} on node {places[0].node_id}: "
             limit = f"max_worker_restarts={self._limit} {'is' if self._limit else 'allows no restart; it is'} used up"
-            raise WorkerDiedError(cluster.name, rank, during, Cluster.current_step, f"{limit} ({error})") from error
+            reason = f"{place}{limit} ({error})"
+            raise WorkerDiedError(cluster.name, rank, during, Cluster.current_step, reason) from error
         for cluster, rank in dead:
             logger.warning("%s rank %d died in %s: %s", cluster.name, rank, during, error)
 
@@ -97,11 +102,11 @@ class Replicas:
         self._context = context
         self.num_loads += 1
         self._offload_manager.reserve(self.cluster.name)
-        self._loading = self.cluster.submit("setup", context, self._continuous)
+        self._loading = self._submit_setup(self.cluster.ranks)
 
     def finish_setup(self, *, trains_between: bool) -> None:
         """Waits for ``begin_setup``; ``trains_between``: see ``WeightSync``."""
-        self.cluster.gather(self._loading, call="setup")
+        self._gather_setup(self._loading)
         self._weights = WeightSync(
             self._actor,
             self.cluster,
@@ -115,7 +120,8 @@ class Replicas:
             args = self._config.actor_train.model_args
             sizes = load_config(self._context.model_path, trust_remote_code=args.trust_remote_code)
             plan, dtype = self._actor.placement.plan, resolve_dtype(args.dtype, sizes)
-            if reason := useless_deltas(plan, self._actor.slots, self.cluster.slots, dtype):
+            receivers = [self.cluster.slots[rank] for rank in self.cluster.ranks]
+            if reason := useless_deltas(plan, self._actor.slots, receivers, dtype):
                 logger.warning("weight_update_deltas: true saves nothing for %s: %s", self.cluster.name, reason)
 
     def take_update_metrics(self) -> dict[str, float]:
@@ -173,6 +179,7 @@ class Replicas:
             WorkerDiedError: as ``sync``; no generating worker is left.
         """
         self.num_loads += 1
+        ranks = sorted({self.cluster.leader(rank) for rank in ranks})
         for rank in ranks:
             try:
                 self.cluster.restart(rank)
@@ -180,14 +187,36 @@ class Replicas:
                 self.cluster.go_on_without(error)
         ranks = [rank for rank in ranks if rank not in self.cluster.lost]
         self.prepare()  # a worker that loads its model takes all of its device's room
-        for rank in ranks:
-            self.cluster.call_rank(rank, "setup", self._context, self._continuous)
+        self._gather_setup(self._submit_setup(ranks))
         self._load_both()
         try:
             self._weights.restore(*ranks)
         except WorkerDiedError as error:
             self._replace(error)
         self.prepare()
+
+    def _submit_setup(self, ranks: Sequence[int]) -> dict[ObjectRef, int]:
+        """Has these ranks, and those that follow them, load the model.
+
+        Returns:
+            The rank of each call.
+        """
+        calls: dict[ObjectRef, int] = {}
+        for rank in ranks:
+            parts = self.cluster.followers(rank)
+            nodes: list[EngineNodes | None] = [None]
+            if parts:
+                address, port = (self.cluster.call_rank(rank, each) for each in ("node_ip", "free_port"))
+                nodes = [EngineNodes(address, port, number, 1 + len(parts)) for number in range(1 + len(parts))]
+            for place, where in zip((rank, *parts), nodes, strict=True):
+                handles = [self.cluster.handles[part] for part in parts] if place == rank else []
+                worker: Any = self.cluster.handles[place]
+                context = replace(self._context, nodes=where)
+                calls[worker.setup.remote(context, self._continuous, handles)] = place
+        return calls
+
+    def _gather_setup(self, calls: Mapping[ObjectRef, int]) -> None:
+        self.cluster.gather([*calls], call="setup", ranks=[*calls.values()])
 
     @property
     def _continuous(self) -> bool:
@@ -197,7 +226,9 @@ class Replicas:
         """After an update in which some died."""
         if error.role != self.cluster.name:
             raise error
-        dead = {error.rank, *self.cluster.dead()}
+        dead = {*self.cluster.dead()}
+        if error.rank not in map(self.cluster.leader, dead):
+            dead.add(error.rank)
         self._restarts.spend([(self.cluster, rank) for rank in sorted(dead)], "an update of weights", error)
         self.restart(sorted(dead))
         for tell in self._on_replaced:
@@ -234,7 +265,7 @@ class Roles:
         by_work = config.balance_ranks_by == "work"
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager, by_work)
         if isinstance(config, RLConfig):
-            self.actor.compare(config.train_infer_correction.is_weight, by_age=config.overlaps)
+            self.actor.compare(config.train_infer_correction, by_age=config.overlaps)
         self.restarts = RestartBudget(config.worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
@@ -529,7 +560,8 @@ def _with_scores(
         if name == "ref_logprobs_T":
             columns["ref_hidden_TH"] = found("hidden_TH")
         elif name == "old_logprobs_T":
-            columns |= {each: found(each) for each in ("kl_T", "prob_square_sum_T", "mismatch_BVK", "importance_T")}
+            names = ("kl_T", "prob_square_sum_T", "mismatch_BVK", "importance_T", "rejected_T")
+            columns |= {each: found(each) for each in names}
             if "experts_TE" in scores.as_they_are:
                 columns["experts_TE"] = found("experts_TE")
     return batch.replace(**columns)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
+import os
+import signal
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -25,8 +28,10 @@ from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.memory import freeze_startup_objects
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from roll.algorithms.types import LossFn, TokenScores
-    from roll.configs.algorithm import IsWeightConfig
+    from roll.configs.algorithm import TrainInferCorrectionConfig
     from roll.data.batch import Batch
     from roll.distributed.strategy.base import (
         GenerateStrategy,
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
     from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
     from roll.utils.hashing import WrittenFile
 
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 
@@ -83,14 +90,15 @@ class ScoreWorker(Worker):
         return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
     def score(
-        self, call: str, batch: Batch, tells: bool, is_weight: IsWeightConfig | None, *args: Any
+        self, call: str, batch: Batch, tells: bool, correction: TrainInferCorrectionConfig | None, *args: Any
     ) -> TokenScores | None:
         """Calls ``logprobs`` or ``probe_logprobs``, and leaves the scores in the object store of this node.
 
         Args:
             batch: its columns may be stored.
             tells: false returns nothing: another rank has the same share.
-            is_weight: the scores are to have importance weights, where the batch has log-probs to compare with.
+            correction: the scores are to have its weights and rejections, where the batch has log-probs to compare
+                with.
         """
         from roll.algorithms.correction import compared
         from roll.distributed.cluster.cluster import RayBlock
@@ -100,8 +108,9 @@ class ScoreWorker(Worker):
             scores: TokenScores = getattr(self, call)(batch, *args)
             if not tells:
                 return None
-            batch = compared(batch.replace(old_logprobs_T=scores.logprobs_T), is_weight)
-            scores = replace(scores, mismatch_BVK=batch.mismatch_BVK, importance_T=batch.importance_T)
+            batch = compared(batch.replace(old_logprobs_T=scores.logprobs_T), correction)
+            found = {name: getattr(batch, name) for name in ("mismatch_BVK", "importance_T", "rejected_T")}
+            scores = replace(scores, **found)
             return scores.stored(batch.lengths_B, RayBlock.put)
 
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
@@ -223,15 +232,20 @@ class InferWorker(Worker):
 
     strategy: GenerateStrategy
 
-    def setup(self, context: StrategyContext, continuous: bool = True) -> None:
-        """Builds and starts the engine.
+    _watches: Sequence[asyncio.Task[None]] = ()
+
+    def setup(self, context: StrategyContext, continuous: bool = True, followers: Sequence[ActorHandle] = ()) -> None:
+        """Builds and starts the engine, or this node's part of one whose requests and weights another worker takes.
 
         Args:
             continuous: admit requests at any time (``generate_opt_level: 1``); otherwise a new batch starts only when
                 the one before has finished (``0``).
+            followers: workers with the other parts of this engine; when one of them dies, this one does.
         """
         from roll.distributed.weights.receiver import WeightReceiver
 
+        for watch in self._watches:
+            watch.cancel()
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
         self.strategy = make_strategy(context)
@@ -243,7 +257,22 @@ class InferWorker(Worker):
         self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
         self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
+        self._watches = [asyncio.get_running_loop().create_task(self._die_with(each)) for each in followers]
         freeze_startup_objects()
+
+    async def wait(self) -> None:
+        """Returns never: its caller gets Ray's error when this worker dies."""
+        await asyncio.Event().wait()
+
+    async def _die_with(self, follower: ActorHandle) -> None:
+        """Without a part an engine may hang for minutes, and then says something of a connection."""
+        from ray.exceptions import RayError
+
+        try:
+            await follower.wait.remote()
+        except RayError as error:
+            logger.error("%r ends, since a part of its engine is gone: %s", self, error)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
         """Takes requests, which come as ``Records``; their results are fetched by ``poll``."""

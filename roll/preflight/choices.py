@@ -292,14 +292,14 @@ def check_plugins(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def check_placement(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Every device exists, and a worker's devices lie on one node."""
+    """Every device exists, and a worker's devices lie on one node, if its engine cannot do otherwise."""
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     for role, worker in _workers(config):
         mapping = worker.device_mapping
         # Division and world_size are checked with the section itself.
         if mapping is None or len(mapping) % worker.num_gpus_per_worker:
             continue
-        request = RoleRequest(role, tuple(mapping), worker.num_gpus_per_worker)
+        request = RoleRequest(role, tuple(mapping), worker.num_gpus_per_worker, _spans_nodes(role, worker))
         try:
             plan_placement([request], nodes)
         except PlacementError as error:
@@ -307,10 +307,16 @@ def check_placement(config: PipelineConfig) -> Iterator[ConfigProblem]:
             path = f"{role}.device_mapping"
             expected = (
                 f"ids from 0 to {config.num_devices - 1} (num_nodes {config.num_nodes} × num_gpus_per_node "
-                f"{config.num_gpus_per_node}), each worker's on one node"
+                f"{config.num_gpus_per_node}), each worker's on "
+                f"{'one node or equally many on each' if request.spans_nodes else 'one node'}"
             )
             hint = "; ".join(error.problems)
             yield ConfigProblem(path, mapping, expected, hint, involves=involved)
+
+
+def _spans_nodes(role: str, worker: WorkerConfig) -> bool:
+    card = worker.strategy_args.card
+    return card is not None and card.spans_nodes and task_of(role) == "generates"
 
 
 def role_requests(config: PipelineConfig) -> list[RoleRequest]:
@@ -320,6 +326,7 @@ def role_requests(config: PipelineConfig) -> list[RoleRequest]:
             name=name,
             device_mapping=tuple(worker.device_mapping) if worker.device_mapping else None,
             num_gpus_per_worker=worker.num_gpus_per_worker,
+            spans_nodes=_spans_nodes(name, worker),
             world_size=worker.num_workers,
         )
         for name, worker in config.clusters.items()

@@ -247,10 +247,15 @@ def test_without_partial_rollouts_every_answer_has_one_version_and_the_driver_fe
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     longer = ("response_length=200", "sequence_length=240", "max_steps=4", "max_running_groups=2")
     longer += ("num_written_groups=0", "probe=off", "save_steps=100")  # what is written, and the probe, is fetched
+    longer += (
+        "train_infer_correction.is_weight.batch_normalize=true",
+        "train_infer_correction.filters=[{enabled: true, ratio_low: 0.999, ratio_high: 1.001}]",
+    )
     run = rlvr(*OVERLAP, *longer, "partial_rollout=false", "val_before_train=false", "validation=null").ended()
     assert_finished(run, 4)
     assert {run.metrics[step]["memory/fetched_gb"] for step in range(1, 5)} == {0}
-    assert all(run.metrics[step]["actor/weight_mean"] > 0 for step in range(1, 5))
+    assert all(run.metrics[step]["actor/weight_mean"] == pytest.approx(1) for step in range(1, 5))
+    assert any(0 < run.metrics[step]["mismatch/rejected_frac"] < 1 for step in range(1, 5))
     assert any(name.startswith("async/log_ratio_mean_1") for step in range(1, 5) for name in run.metrics[step])
     assert all(run.metrics[step]["async/mixed"] == 0 for step in range(1, 5))
     assert all(run.metrics[step]["async/running_groups"] <= 2 for step in range(1, 5))

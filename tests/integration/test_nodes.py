@@ -1,14 +1,17 @@
-"""A run on three Ray nodes, of which two are lost: one that only generates, then one that trains."""
+"""Runs on three Ray nodes: two nodes are lost, one that only generates, then one that trains; an engine has two."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.conftest import Rlvr, Run
+from roll.models.tiny import make_tiny_model
+from tests.integration.conftest import MEASURED, Rlvr, Run
 from tests.support.warm.start import warm_environment
 
 STEPS = 3
@@ -115,3 +118,65 @@ def test_what_is_left_goes_on_with_fewer_ranks_on_two_nodes(lost, rlvr, machines
     found, expected = resumed.tensors(STEPS), whole.tensors(STEPS)
     for name in [name for name in expected if name.startswith("actor_train/model")]:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5, msg=name)
+
+
+def repeated(run: Run) -> list[dict[str, float]]:
+    """The metrics that a run which does the same has, too."""
+    every = run.metrics.values()
+    return [{name: value for name, value in each.items() if not name.startswith(MEASURED)} for each in every]
+
+
+@pytest.mark.slow  # vLLM starts three times
+@pytest.mark.timeout(1500)
+def test_an_engine_over_two_nodes_samples_what_it_does_on_one_and_comes_back_when_a_part_dies(
+    rlvr: Rlvr, machines: subprocess.Popen[str], tmp_path: Path
+):
+    pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
+    make_tiny_model(tmp_path / "wide", seed=1, num_heads=2)
+    layout = (
+        "num_nodes=3",
+        f"pretrain={tmp_path / 'wide'}",
+        "actor_infer.strategy_args={strategy_name: vllm, strategy_config: {tensor_parallel_size: 2}}",
+        "max_worker_restarts=1",
+    )
+    address = said(machines)
+    order = "hold-actor_infer-0-generate-2"
+    two = rlvr(*layout, "actor_infer.device_mapping=[3,4]", output="two", address=address, orders=(order,))
+    two.pid_at("actor_infer-0-generate-2")
+    os.kill(two.pid_at("actor_infer-1-ready"), signal.SIGKILL)
+    two.release(order)
+    two.ended()
+    assert "actor_infer rank 1 died in a rollout" in two.output, two.output
+    one = rlvr(*layout, "actor_infer.device_mapping=[2,3]", output="one", address=address).ended()
+    assert repeated(one) == repeated(two)
+    found, expected = two.tensors(2), one.tensors(2)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_updates_are_deltas_is_the_one_whose_are_whole(rlvr: Rlvr, machines: subprocess.Popen[str]):
+    layout = (
+        "num_nodes=3",
+        "max_steps=4",
+        "save_steps=4",
+        "actor_infer.device_mapping=[2]",
+        "actor_infer.model_args.dtype=bf16",
+        "actor_train.model_args.dtype=bf16",
+        "actor_train.training_args.learning_rate=1e-5",
+        "validation=null",
+    )
+    address = said(machines)
+    whole, deltas = (
+        rlvr(*layout, f"weight_update_deltas={given}", output=given, address=address).ended()
+        for given in ("false", "true")
+    )
+    sent = [deltas.metrics[step]["weight_update/sent_share"] for step in range(1, 5)]
+    assert sent[0] >= 0.5 and all(0 < share < 0.2 for share in sent[1:]), sent  # the first update is whole
+    assert all(whole.metrics[step]["actor/grad_norm"] > 0 for step in range(1, 5))
+    of_deltas = [
+        {n: each for n, each in step.items() if not n.startswith("weight_update/")} for step in repeated(deltas)
+    ]
+    assert of_deltas == repeated(whole)
+    found, expected = deltas.tensors(4), whole.tensors(4)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)

@@ -98,11 +98,15 @@ class GatedTrainWorker(TrainWorker):
 class GatedInferWorker(InferWorker):
     """Gates ``<role>-<rank>-generate-<n>``, n counting the batches of requests from 1, restarts included.
 
-    And ``<role>-<rank>-weights-<version>``, when the first bucket of an update is here.
+    And ``<role>-<rank>-weights-<version>``, when the first bucket of an update is here, and ``<role>-<rank>-ready``.
     """
 
     calls = 0
     version = -1
+
+    def setup(self, *args: Any) -> None:
+        super().setup(*args)
+        gate(f"{self.role}-{self.rank}-ready")
 
     async def receive_weights(self, message: Message, link: Link) -> Reply:
         from roll.distributed.weights.contents import BucketMessage, Open

@@ -135,6 +135,8 @@ class EngineCard:
     """Chooses among attention kernels of its own, by ``attention_backend``."""
     size_key: ClassVar[str | None] = None
     """Option that says the same as ``num_gpus_per_worker``, of an engine whose workers may hold several devices."""
+    spans_nodes: ClassVar[bool] = False
+    """One of its workers that generate may have devices on several nodes."""
     scores_prompts: ClassVar[bool] = False
     """Scores given tokens as prompts, which it batches itself: log-probabilities and top tokens, no hidden states."""
     replays: ClassVar[bool] = False

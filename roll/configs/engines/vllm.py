@@ -39,7 +39,10 @@ class VllmConfig(PassedOnOptions):
         "running requests within a quarter of the free memory.",
     )
     tensor_parallel_size: int | None = Field(
-        default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker."
+        default=None,
+        ge=1,
+        description="Devices of one engine, for actor_infer and val_infer also on several nodes. null: "
+        "num_gpus_per_worker.",
     )
     block_size: int | None = Field(
         default=None,
@@ -107,7 +110,7 @@ OWNED_OPTIONS = {
     "mm_processor_cache_gb": "no such key, since pictures reach the engine prepared",
     "mm_processor_kwargs": "image_min_pixels and image_max_pixels in actor_train.data_args",
     **dict.fromkeys(DATA_PARALLEL, "more workers in device_mapping (for experts: enable_expert_parallel)"),
-    **dict.fromkeys(NODES, "workers that fit into one machine"),
+    **dict.fromkeys(NODES, "device_mapping and num_gpus_per_worker"),
     "pipeline_parallel_size": "tensor_parallel_size",
 }
 """Arguments of the engine that are set from elsewhere, and where."""
@@ -128,7 +131,10 @@ _STRATEGIES = "roll.distributed.strategy.vllm.strategy"
 
 
 class VllmCard(EngineCard):
-    """Generates, and computes log-probs of given tokens, on one or several devices of a machine."""
+    """Generates, and computes log-probs of given tokens, on one or several devices of a machine.
+
+    One engine that generates may lie on several machines.
+    """
 
     name = "vllm"
     strategies: ClassVar[Mapping[str, Strategy]] = {
@@ -145,6 +151,7 @@ class VllmCard(EngineCard):
     scores_prompts = True
     pictured = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "llava", "glm4v", "mistral3")
     size_key = "tensor_parallel_size"
+    spans_nodes = True
 
     def no_pictures(self, worker: WorkerConfig) -> str:
         return ""
@@ -178,6 +185,15 @@ class VllmCard(EngineCard):
                 expected = "null, or kv_connector OffloadingConnector with kv_role kv_both"
                 hint = "others may find keys and values of old weights, or send requests to engines that are not there"
                 yield ConfigProblem(key, given, expected, hint)
+        mapping, each = worker.device_mapping or [], worker.num_gpus_per_worker
+        spans = any(
+            len({device // config.num_gpus_per_node for device in mapping[start : start + each]}) > 1
+            for start in range(0, len(mapping), each)
+        )
+        if spans and config.uses_lora and task_of(role) == "generates":
+            key, expected = f"{role}.num_gpus_per_worker", "devices of one node for each worker, with an adapter"
+            others = (f"{role}.device_mapping", "num_gpus_per_node", "actor_train.model_args.lora_target")
+            yield ConfigProblem(key, each, expected, involves=others)
         if options.enable_expert_parallel and (options.tensor_parallel_size or worker.num_gpus_per_worker) == 1:
             key = f"{role}.strategy_args.strategy_config.enable_expert_parallel"
             yield ConfigProblem(key, True, "false with one device", involves=(f"{role}.num_gpus_per_worker",))

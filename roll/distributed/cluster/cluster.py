@@ -424,13 +424,24 @@ class Cluster:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that calls reach: all but the lost ones."""
-        return [rank for rank in range(self.world_size) if rank not in self.lost]
+        """Those that calls reach: all but the lost ones, and those that follow another."""
+        return [slot.rank for slot in self.slots if slot.follows is None and slot.rank not in self.lost]
+
+    def followers(self, rank: int) -> list[int]:
+        """The ranks that follow this one, on other nodes."""
+        return [slot.rank for slot in self.slots if slot.follows == rank]
+
+    def leader(self, rank: int) -> int:
+        """The rank that this one follows; itself, if it follows none."""
+        follows = self.slots[rank].follows
+        return rank if follows is None else follows
 
     @property
     def present(self) -> list[ActorHandle | None]:
-        """``handles``, with ``None`` in the place of each lost rank."""
-        return [None if rank in self.lost else handle for rank, handle in enumerate(self.handles)]
+        """``handles`` of all that follow no other, with ``None`` in the place of each lost rank."""
+        return [
+            None if slot.rank in self.lost else self.handles[slot.rank] for slot in self.slots if slot.follows is None
+        ]
 
     def start(self) -> None:
         """Starts every worker and waits until all have answered."""
@@ -446,7 +457,8 @@ class Cluster:
 
     def wait_ready(self) -> None:
         """Waits until every worker of ``launch`` has answered."""
-        ready = self.gather(self.submit("ping"), call="start", timeout=_START_S)
+        refs = [handle.ping.remote() for handle in self.handles]
+        ready = self.gather(refs, call="start", ranks=range(self.world_size), timeout=_START_S)
         self.whereabouts = dict(enumerate(ready))
         logger.info("%s: %d workers are up", self.name, self.world_size)
 
@@ -550,30 +562,39 @@ class Cluster:
             self._raise(error, rank, call)
 
     def dead(self) -> list[int]:
-        """The ranks whose process is gone, without the lost ones. A busy or hung worker is none of them.
+        """The ranks whose process is gone, without the lost ones, and those that ended as one that follows them did.
 
-        Takes at most a second.
+        A busy or hung worker is none of them. Takes at most a second.
         """
         import ray
 
         if not self.handles:
             return self.ranks
-        refs: dict[Any, int] = {self.handles[rank].ping.remote(): rank for rank in self.ranks}
+        watched = [place for rank in self.ranks for place in (rank, *self.followers(rank))]
+        refs: dict[Any, int] = {self.handles[rank].ping.remote(): rank for rank in watched}
         answered, _ = ray.wait([*refs], num_returns=len(refs), timeout=_ALIVE_WAIT_S)
-        return sorted(refs[ref] for ref in answered if _is_death(ref))
+        dead = [refs[ref] for ref in answered if _is_death(ref)]
+        return sorted({*dead} - {self.slots[rank].follows for rank in dead})
 
     def restart(self, rank: int) -> None:
         """Replaces the rank by a fresh worker in the same place, killing the old one if it still runs.
 
-        Without a device, it starts on another node if its own is gone. The new worker has run its constructor and
-        nothing else: set it up again, and its process group too.
+        Those that follow it are replaced, too. Without a device, it starts on another node if its own is gone. The new
+        worker has run its constructor and nothing else: set it up again, and its process group too.
 
         Raises:
             NodeLostError: its node is gone, and its devices with it.
         """
         import ray
 
-        ray.kill(self._handle(rank), no_restart=True)
+        for place in (rank, *self.followers(rank)):
+            ray.kill(self._handle(place), no_restart=True)
+        for place in (rank, *self.followers(rank)):
+            self._replace(place)
+
+    def _replace(self, rank: int) -> None:
+        import ray
+
         self.restarts[rank] += 1
         logger.warning("%s rank %d: starting a fresh worker (restart %d)", self.name, rank, self.restarts[rank])
         deadline = time.monotonic() + _START_S
@@ -614,7 +635,7 @@ class Cluster:
         name = f"node {known[nodes[slot.node].node_id]['NodeManagerHostname']} ({nodes[slot.node].node_id})"
         if slot.devices or not living:
             reason = f"{name} is gone, and this rank's devices {', '.join(map(str, slot.devices))} with it"
-            raise NodeLostError(self.name, rank, "restart", self.current_step, reason)
+            raise NodeLostError(self.name, self.leader(rank), "restart", self.current_step, reason)
         crowded = Counter(other.node for other in self.slots)
         target = min(living, key=lambda index: crowded[index])
         logger.warning("%s rank %d: %s is gone, it goes to %s", self.name, rank, name, nodes[target].node_id)
@@ -673,6 +694,9 @@ class Cluster:
             unreached = own and isinstance(cause, ray.exceptions.ActorUnavailableError)
             if unreached and (at := self.whereabouts.get(rank)):
                 reason = f"process {at.pid} on node {at.node_id} cannot be reached; it, or its node, is gone"
+            if own and self.followers(rank) and (parts := [each for each in self.dead() if self.leader(each) == rank]):
+                at = self.whereabouts[parts[0]]
+                reason = f"process {at.pid} on node {at.node_id}, with a part of its engine, is gone"
             raise WorkerDiedError(role, dead_rank, call, self.current_step, reason) from None
 
         if isinstance(cause, _store_errors()):

@@ -48,6 +48,8 @@ class RoleRequest:
     """Global device ids; ``None`` for a role that needs no device (environment managers, rewards)."""
     num_gpus_per_worker: int = 1
     """Devices per worker."""
+    spans_nodes: bool = False
+    """A worker's devices may lie on several nodes, equally many on each."""
     world_size: int | None = None
     """Number of workers: required without a mapping; with one it follows from it and is checked when given."""
     num_cpus: float = 1.0
@@ -65,6 +67,9 @@ class WorkerSlot:
     devices: tuple[int, ...]
     """Global device ids, all on that node; empty for a role without devices."""
     num_cpus: float
+    follows: int | None = None
+    """Rank of the worker with part of whose devices, on another node, this one works for it; it has no work of its
+    own."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,9 @@ class PlacementPlan:
             elif here:
                 places.append(f"node {node}: {len(here)} on the CPU")
         partners = [other for other in self.slots if other != role and self.shares_devices(role, other)]
-        each = len(slots[0].devices)
-        return role, str(len(slots)), str(each) if each else "-", "; ".join(places), ", ".join(partners) or "-"
+        own = sum(slot.follows is None for slot in slots)
+        each = sum(len(slot.devices) for slot in slots) // own
+        return role, str(own), str(each) if each else "-", "; ".join(places), ", ".join(partners) or "-"
 
 
 def nodes_from_resources(resources: Sequence[tuple[str, float, float]]) -> list[NodeInfo]:
@@ -199,8 +205,13 @@ def plan_placement(requests: Sequence[RoleRequest], nodes: Sequence[NodeInfo]) -
 def _device_slots(request: RoleRequest, mapping: tuple[int, ...], node_of: Sequence[int]) -> tuple[WorkerSlot, ...]:
     each = request.num_gpus_per_worker
     shares = [mapping[start : start + each] for start in range(0, len(mapping), each)]
+    # Workers first, then those that follow them: so ranks of workers are the same on any nodes.
+    parts = [[tuple(part) for _, part in groupby(share, key=node_of.__getitem__)] for share in shares]
+    places: list[tuple[tuple[int, ...], int | None]] = [(own[0], None) for own in parts]
+    places += [(part, rank) for rank, own in enumerate(parts) for part in own[1:]]
     return tuple(
-        WorkerSlot(request.name, rank, node_of[share[0]], share, request.num_cpus) for rank, share in enumerate(shares)
+        WorkerSlot(request.name, rank, node_of[part[0]], part, request.num_cpus, follows)
+        for rank, (part, follows) in enumerate(places)
     )
 
 
@@ -256,12 +267,15 @@ def _split_workers(request: RoleRequest, mapping: tuple[int, ...], node_of: Sequ
     problems = []
     for rank, start in enumerate(range(0, len(mapping), request.num_gpus_per_worker)):
         share = mapping[start : start + request.num_gpus_per_worker]
-        homes = sorted({node_of[device] for device in share})
-        if len(homes) > 1:
-            problems.append(
-                f"{request.name}: worker {rank} would get devices {format_ids(share)}, which lie on nodes "
-                f"{', '.join(map(str, homes))}; a worker's devices must lie on one node"
-            )
+        homes = [node_of[device] for device in share]
+        parts = [len([*part]) for _, part in groupby(homes)]
+        if len(parts) == 1 or (request.spans_nodes and len(parts) == len({*homes}) and len({*parts}) == 1):
+            continue
+        expected = "one node, or equally many on each, node after node" if request.spans_nodes else "one node"
+        problems.append(
+            f"{request.name}: worker {rank} would get devices {format_ids(share)}, which lie on nodes "
+            f"{', '.join(map(str, sorted({*homes})))}; a worker's devices must lie on {expected}"
+        )
     return problems
 
 

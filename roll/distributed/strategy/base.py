@@ -53,6 +53,19 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
+class EngineNodes:
+    """Place of a worker's node among several that run one engine."""
+
+    address: str
+    """Of the first node."""
+    port: int
+    """A free one there."""
+    number: int
+    """Of this node; the first takes the requests and the weights."""
+    count: int
+
+
+@dataclass(frozen=True)
 class StrategyContext:
     """Everything that a strategy's constructor gets; it is its only argument."""
 
@@ -104,6 +117,8 @@ class StrategyContext:
     """There are pictures in the run's prompts: the model has its tower for them."""
     recompute_kv: bool = False
     """Keys and values of requests in flight are computed anew after an update of weights."""
+    nodes: EngineNodes | None = None
+    """Of a generator whose devices lie on several nodes."""
 
     def at_rank(self, rank: int, world_size: int) -> StrategyContext:
         """The same for one worker of a process group."""

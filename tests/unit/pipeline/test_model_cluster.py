@@ -18,7 +18,12 @@ from torch import Tensor
 from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.selection import select_for_policy
 from roll.algorithms.types import LossFn, TokenScores
-from roll.configs.algorithm import AlgorithmConfig, IsWeightConfig, TrainInferCorrectionConfig
+from roll.configs.algorithm import (
+    AlgorithmConfig,
+    IsWeightConfig,
+    TrainInferCorrectionConfig,
+    TrainInferFilterConfig,
+)
 from roll.configs.offline import SFTConfig
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
@@ -185,8 +190,9 @@ def test_the_mismatch_of_rows_and_its_metrics_do_not_depend_on_the_layout():
     assert expected["mismatch/logprob_diff_mean"] > 0.5
 
 
+@pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("level", ["token", "segment", "geometric", "sequence"])
-def test_weights_and_the_distance_by_age_come_from_the_ranks_and_the_driver_reads_no_log_prob(level):
+def test_weights_rejections_and_the_distance_by_age_come_from_ranks_and_the_driver_reads_no_log_prob(level, normalised):
     batch = make_batch([7, 100, 3, 1, 50, 9])
     batch = batch.replace(
         rollout_logprobs_T=-batch.tokens_T.float() + torch.sin(batch.tokens_T * 1.7),
@@ -194,17 +200,23 @@ def test_weights_and_the_distance_by_age_come_from_the_ranks_and_the_driver_read
         turn_T=batch.positions_T // 20,
         advantages_T=torch.ones(batch.num_tokens),
     )
-    is_weight = IsWeightConfig(enabled=True, weight_type=level)
-    parts = AlgorithmConfig(train_infer_correction=TrainInferCorrectionConfig(is_weight=is_weight)).parts
+    is_weight = IsWeightConfig(enabled=True, weight_type=level, batch_normalize=normalised)
+    low, high = (0.9, 1.1) if level == "geometric" else (0.8, 1.2) if level == "segment" else (0.4, 1.6)
+    given = [
+        TrainInferFilterConfig(enabled=True, agg_type=level, ratio_low=low, ratio_high=high, whole_rows=normalised)
+    ]
+    correction = TrainInferCorrectionConfig(is_weight=is_weight, filters=given)
+    parts = AlgorithmConfig(train_infer_correction=correction).parts
     whole = batch.replace(old_logprobs_T=-batch.tokens_T.float())
     expected, weighed = mismatch_by_lag(whole, 5, parts.correction), select_for_policy(whole, parts, 0)
-    assert len(expected) == 9 and 0 < weighed[1]["mismatch/is_weight_capped_frac"] < 1
+    assert len(expected) == 12 and 0 < weighed[1]["mismatch/is_weight_capped_frac"] < 1
+    assert 0 < weighed[1]["mismatch/rejected_frac"] < 1
     for num_ranks in (1, 2, 4):
         model, _ = make_model(num_ranks)
-        model.compare(is_weight, by_age=True)
+        model.compare(correction, by_age=True)
         stored = pickle.loads(pickle.dumps(model.store(batch)))
         scores = model.logprobs(stored).as_they_are
-        names = ("mismatch_BVK", "importance_T")
+        names = ("mismatch_BVK", "importance_T", "rejected_T")
         scored = stored.replace(old_logprobs_T=scores["logprobs_T"], **{name: scores[name] for name in names})
         found, metrics = select_for_policy(scored, parts, 0)
         assert mismatch_by_lag(scored, 5, parts.correction) == pytest.approx(expected, rel=1e-12)
@@ -212,7 +224,9 @@ def test_weights_and_the_distance_by_age_come_from_the_ranks_and_the_driver_read
         assert metrics == pytest.approx(weighed[1], rel=1e-6)
         for name in ("old_logprobs_T", "rollout_logprobs_T", "weights_T"):
             assert "value" not in vars(vars(found)[name]), name
-        assert torch.equal(found.weights_T, weighed[0].weights_T)
+        assert torch.equal(found.loss_mask_T, weighed[0].loss_mask_T)
+        # Rounded to float32 once more before a division by the mean.
+        torch.testing.assert_close(found.weights_T, weighed[0].weights_T, rtol=2**-23 if normalised else 0, atol=0)
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4))

@@ -125,6 +125,15 @@ def vllm(**options):
     return {**engine("vllm", "actor_infer", **options), "tiny_num_heads": 2}
 
 
+SPANS = {
+    "num_nodes": 2,
+    "num_gpus_per_node": 2,
+    "actor_infer.device_mapping": [1, 2],
+    "actor_infer.num_gpus_per_worker": 2,
+}
+"""A generating worker with devices on two nodes."""
+
+
 def sglang(**options):
     return engine("sglang", "actor_infer", **{"python_executable": sys.executable, **options})
 
@@ -286,7 +295,10 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (engine("vllm", "actor_infer"), "tiny_num_heads", "heads of 32"),
         (vllm(quantization="awq"), f"{INFER}.quantization", "null or one of fp8, fp8_per_tensor, fp8_per_block, fp8_p"),
         (vllm(data_parallel_size=2), f"{INFER}.data_parallel_size", "more workers in device_mapping"),
-        (vllm(nnodes=2), f"{INFER}.nnodes", "one machine"),
+        (vllm(nnodes=2), f"{INFER}.nnodes", "device_mapping and num_gpus_per_worker"),
+        (vllm() | SPANS | {"actor_train.model_args.lora_target": "q_proj"}, "actor_infer.num_gpus_per_worker",
+         "devices of one node for each worker, with an adapter"),
+        (sglang() | SPANS, "actor_infer.device_mapping", "each worker's on one node"),
         (vllm(speculative_config={"method": "ngram"}), f"{INFER}.speculative_config", "other greedy completions"),
         (vllm(enable_expert_parallel=True), f"{INFER}.enable_expert_parallel", "false with one device"),
         (vllm(kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_producer"}),

@@ -12,7 +12,7 @@ from typing import Any
 from roll.configs.engines.card import task_of
 from roll.configs.engines.vllm import LORA_RANKS, VllmConfig
 from roll.distributed.cluster.reaper import MARK
-from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.base import EngineNodes, StrategyContext
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.models.tokenizer import locate_model
@@ -30,7 +30,7 @@ COMMON_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are on one machine
+    "VLLM_HOST_IP": "127.0.0.1",  # where all processes of an engine are on one machine
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads' locks
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # whoever scores asks for one more, see engine_arguments; roles are checked
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler reports log-probs without the temperature
@@ -59,6 +59,7 @@ def engine_arguments(
         "max_num_seqs": context.max_running_requests,
         "tensor_parallel_size": devices,
         "distributed_executor_backend": "uni" if devices == 1 else "mp",
+        **nodes_arguments(context.nodes),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         "load_format": "hf" if config.load_format == "auto" else config.load_format,
@@ -96,6 +97,18 @@ def engine_arguments(
     else:
         arguments["enable_sleep_mode"] = True
     return arguments | (config.model_extra or {})
+
+
+def nodes_arguments(nodes: EngineNodes | None) -> dict[str, Any]:
+    """For an engine over several nodes: which of them this is, and where its processes meet."""
+    if nodes is None:
+        return {}
+    return {
+        "nnodes": nodes.count,
+        "node_rank": nodes.number,
+        "master_addr": nodes.address,
+        "master_port": nodes.port,
+    }
 
 
 def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelOutline) -> dict[str, Any]:
@@ -146,12 +159,17 @@ def check_cpu_kernels(outline: ModelOutline) -> None:
         )
 
 
-def engine_environment(model_path: str, on_cpu: bool, log_config: Path) -> dict[str, str]:
+def engine_environment(model_path: str, on_cpu: bool, log_config: Path, own_ip: str | None = None) -> dict[str, str]:
     """Environment that vLLM reads when it is imported and when it starts its processes.
 
     What the user has set stays as it is.
+
+    Args:
+        own_ip: this node's address, for an engine over several nodes.
     """
     wanted = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {}) | {"VLLM_LOGGING_CONFIG_PATH": str(log_config)}
+    if own_ip is not None:
+        wanted |= {"VLLM_HOST_IP": own_ip}
     if len(str(log_config.parent)) <= SOCKET_FOLDER_CHARS:
         wanted |= {"VLLM_RPC_BASE_PATH": str(log_config.parent)}  # it leaves its sockets behind
     if locate_model(model_path)[1]:

@@ -3,7 +3,8 @@
 The engine runs in processes of its own, so this file is about what crosses to them: requests with token ids, weights
 through files in memory, and an adapter the way vLLM reads one. What runs over there is ``worker.py``.
 
-Several workers of a role are independent replicas; one worker has ``tensor_parallel_size`` devices.
+Several workers of a role are independent replicas; one worker has ``tensor_parallel_size`` devices. Where these lie on
+several nodes, the worker on the first has the engine; those on the others only hold vLLM's processes there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -162,6 +164,14 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
             wanted = f"at least sequence_length ({context.sequence_length})"
             raise ValueError(f"strategy_config.max_model_len: {longest}, expected {wanted}")
         self._outline.check_role(context)
+        if context.nodes is not None and (context.lora is not None or context.pictures):
+            what = "an adapter" if context.lora is not None else "pictures"
+            raise ValueError(
+                f"{context.role}: one engine over {context.nodes.count} nodes does not take {what}; expected "
+                "num_gpus_per_worker that fits into a node"
+            )
+        if context.nodes is not None and not self._on_cpu:
+            logger.warning("%s: no engine over several nodes has run on GPUs yet, only on CPUs", context.role)
         if context.pictures and not EnginePackage("torchvision", "").installed:
             raise MissingEngineError(
                 f"{context.role}: vllm needs torchvision for models that take pictures", name="torchvision"
@@ -187,6 +197,8 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
                 raise ValueError(f"{self.context.role}: {self.context.model_path}: {words}")
 
     def stop(self, why: str) -> None:
+        if hasattr(self, "_part"):
+            self._part.shutdown()
         if not hasattr(self, "_engine"):
             return
         self._loop.close()
@@ -281,7 +293,12 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
 
     async def _start(self) -> None:
         context = self.context
-        variables = engine_environment(context.model_path, self._on_cpu, self._failures.config)
+        own_ip = None
+        if context.nodes is not None:
+            from ray.util import get_node_ip_address
+
+            own_ip = get_node_ip_address()
+        variables = engine_environment(context.model_path, self._on_cpu, self._failures.config, own_ip)
         with environment(variables):  # other code in this process sees none of it afterwards
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext
@@ -291,19 +308,31 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
                 check_cpu_kernels(self._outline)
             arguments = engine_arguments(context, self._config, self._outline, on_cpu=self._on_cpu)
             started = time.monotonic()
+            # The batch sizes that vLLM has measured for throughput on this GPU; without a context, 2,048 tokens.
+            throughput = UsageContext.LLM_CLASS
             try:
-                # The batch sizes that vLLM has measured for throughput on this GPU; without a context, 2,048 tokens.
-                throughput = UsageContext.LLM_CLASS
+                if context.nodes is not None and context.nodes.number:
+                    self._hold_part(AsyncEngineArgs(**arguments).create_engine_config(throughput, headless=True))
+                    return
                 self._engine: AsyncLLM = AsyncLLM.from_engine_args(
                     AsyncEngineArgs(**arguments), usage_context=throughput
                 )
             except RuntimeError as error:  # one of its processes ended
                 reason = f"{context.model_path}: {self._failures.first()}"
                 raise ValueError(f"{context.role}: vllm could not start with {reason}") from error
-        self._num_processes = len(await self._rpc("roll_prepare", os.getpid(), dataclasses.astuple(self.scoring)))
+        ranks = await self._rpc("roll_prepare", os.getpid(), dataclasses.astuple(self.scoring))
+        self._num_readers = len(ranks) if context.nodes is None else 1
         await self._engine.update_weight_version("0")
         await self._engine.get_supported_tasks()  # cached, so that a request is registered without a pause
         logger.info("%s: vllm started in %.1f s", context.role, time.monotonic() - started)
+
+    def _hold_part(self, config: Any) -> None:
+        """Starts vLLM's processes of this node, which do what those of the first node do."""
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        self._part = MultiprocExecutor(config)
+        # The first node's worker watches this one.
+        self._part.register_failure_callback(functools.partial(os.kill, os.getpid(), signal.SIGKILL))
 
     async def _sample(self, request: GenerateRequest, sampling: VllmSamplingParams) -> Completion:
         last = await self._last_output(request.request_id, request.prompt_ids, request.items, sampling)
@@ -402,10 +431,10 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         staged = renamed(bucket.outline.contents, names)
         if on_device(bucket):
             block = own_copy(as_tensor(bucket.data))
-            handles = [share_on_gpu(block) for _ in range(self._num_processes)]
-            await self._rpc("roll_load_weights_from_device", handles, block.device.index, staged)
+            handles = [share_on_gpu(block) for _ in range(self._num_readers)]
+            await self._rpc("roll_load_weights_from_device", handles, block.device.index, len(bucket.data), staged)
             return
-        place = await asyncio.to_thread(self._lender.lend, bucket, list(map(str, range(self._num_processes))))
+        place = await asyncio.to_thread(self._lender.lend, bucket, list(map(str, range(self._num_readers))))
         self._take_back(await self._rpc("roll_load_weights", place.segment, place.path, len(bucket.data), staged))
 
     def _take_back(self, released: Sequence[Sequence[str]]) -> None:

@@ -24,7 +24,7 @@ from roll.distributed.weights.segments import Handle, SegmentReader, SharedMemor
 from roll.utils.foreign import replaced
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
     from roll.distributed.strategy.evidence import PlainSketch
 
@@ -40,6 +40,7 @@ class WorkerExtension:
 
     vllm_config: VllmConfig
     model_config: ModelConfig
+    parallel_config: ParallelConfig
     model_runner: Any
     rank: int
     device: torch.device
@@ -48,11 +49,14 @@ class WorkerExtension:
         """Makes the reported log-probabilities those of the distribution that a trainer computes again.
 
         Args:
-            owner: the strategy's process, with which this one ends.
+            owner: the strategy's process on the first node, with which this one ends; on others, it ends with the one
+                that started it.
             scoring: what is reported of prompts whose log-probabilities are asked for: the fields of a
                 ``PromptScoring``, as vLLM's calls carry plain data.
         """
         write_stacks_on_signal()
+        if self.parallel_config.node_rank_within_dp:
+            owner = os.getppid()
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         runner = self.model_runner
         scale_logprobs(runner.sampler)
@@ -79,25 +83,47 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            block = as_tensor(self._roll_segments.read(SharedMemory(segment, path), num_bytes))
+            block = self._roll_bucket(
+                lambda: as_tensor(self._roll_segments.read(SharedMemory(segment, path), num_bytes)), num_bytes
+            )
             self.model_runner.get_model().load_weights(views(block, staged))
         del block
         return self._roll_segments.take_released()
 
-    def roll_load_weights_from_device(self, handles: Sequence[Handle], device: int, staged: Contents) -> None:
+    def roll_load_weights_from_device(
+        self, handles: Sequence[Handle], device: int, num_bytes: int, staged: Contents
+    ) -> None:
         """Loads tensors from the strategy's device memory.
 
         Args:
-            handles: one for each rank, see ``share_on_gpu``.
+            handles: one for each rank that reads, see ``share_on_gpu``.
             device: where the memory is, among the devices that all these processes see.
         """
         from vllm.config import set_current_vllm_config
 
         # A copy, as a layer that is not complete holds on to what has come of it.
-        block = open_on_gpu(tuple(handles[self.rank]), device).to(self.device, copy=True)
+        block = self._roll_bucket(
+            lambda: open_on_gpu(tuple(handles[self.rank]), device).to(self.device, copy=True), num_bytes
+        )
         torch.cuda.synchronize(self.device)  # the memory may change as soon as nothing here refers to it
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(views(block, staged))
+
+    def _roll_bucket(self, read: Callable[[], Tensor], num_bytes: int) -> Tensor:
+        """uint8 [num_bytes]: what ``read`` finds, which in an engine over several nodes is called by rank 0 alone.
+
+        The others then get it from rank 0, by the collectives of the model itself.
+        """
+        if self.parallel_config.nnodes_within_dp == 1:
+            return read()
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        block = (
+            read().to(self.device) if self.rank == 0 else torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        )
+        torch.distributed.broadcast(block, group.ranks[0], group.device_group)
+        return block
 
     def roll_finish_weights(self, segments: Sequence[str]) -> tuple[str, ...]:
         """Finishes layers that wait for it, and drops what was derived from the old weights.

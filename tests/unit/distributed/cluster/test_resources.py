@@ -98,6 +98,22 @@ def test_all_problems_of_all_roles_are_reported_at_once():
     )
 
 
+def test_a_worker_over_several_nodes_has_equally_many_devices_on_each():
+    nodes = pretend_nodes(3, 2)
+    plan = plan_placement([RoleRequest("infer", (0, 1, 2, 3), 4, True), RoleRequest("val", (4, 5), 1, True)], nodes)
+    first, second = plan.workers("infer")
+    assert (first.node, first.devices, first.follows) == (0, (0, 1), None)
+    assert (second.rank, second.node, second.devices, second.follows) == (1, 1, (2, 3), 0)
+    assert [slot.follows for slot in plan.workers("val")] == [None, None]
+    assert plan.describe()[1].split()[:3] == ["infer", "1", "4"]
+    plan = plan_placement([RoleRequest("infer", (1, 2, 3, 4), 2, True)], nodes)
+    places = [(slot.node, slot.devices, slot.follows) for slot in plan.workers("infer")]
+    assert places == [(0, (1,), None), (1, (3,), None), (1, (2,), 0), (2, (4,), 1)]
+    for mapping, homes in (((0, 1, 2), "0, 1"), ((0, 2, 1), "0, 1"), ((1, 2, 0, 3), "0, 1")):
+        (seen,) = problems_of([RoleRequest("infer", mapping, len(mapping), True)], nodes)
+        assert f"which lie on nodes {homes}; a worker's devices must lie on one node, or equally many" in seen
+
+
 def test_a_cluster_without_nodes_and_an_unknown_role_are_reported():
     assert "the cluster has no node" in problems_of([RoleRequest("env", None, world_size=1)], [])
     plan = plan_placement([RoleRequest("train", (0,))], pretend_nodes(1, 1))
