@@ -33,11 +33,11 @@ import json
 import pickle
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class ShardingWorker(TrainWorker):
 class LoadingWorker(InferWorker):
     """Loads each bucket as it comes, as engines do whose loader takes one tensor at a time."""
 
-    def setup(self, context: StrategyContext, continuous: bool = True) -> None:
+    def setup(self, context: StrategyContext, continuous: bool = True, followers: Sequence[Any] = ()) -> None:
         self._receiver = WeightReceiver(self._load_weights, self.node_ip())
         self._weights: dict[str, Tensor] = {}
 
