@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.distributed.cluster.errors import PlacementError
+from roll.distributed.cluster.cluster import Cluster, Worker
+from roll.distributed.cluster.errors import NodeLostError, PlacementError
 from roll.distributed.cluster.resources import (
     NodeInfo,
     PlacementPlan,
@@ -112,6 +115,17 @@ def test_a_worker_over_several_nodes_has_equally_many_devices_on_each():
     for mapping, homes in (((0, 1, 2), "0, 1"), ((0, 2, 1), "0, 1"), ((1, 2, 0, 3), "0, 1")):
         (seen,) = problems_of([RoleRequest("infer", mapping, len(mapping), True)], nodes)
         assert f"which lie on nodes {homes}; a worker's devices must lie on one node, or equally many" in seen
+
+
+def test_calls_reach_the_workers_of_which_others_have_a_part():
+    plan = plan_placement([RoleRequest("infer", (0, 1, 2, 3, 4, 5, 6, 7), 4, True)], pretend_nodes(4, 2))
+    cluster = Cluster("infer", Worker, cast(Any, SimpleNamespace(plan=plan)))
+    cluster.handles = cast(Any, ["a", "b", "part of a", "part of b"])
+    assert (cluster.ranks, cluster.present) == ([0, 1], ["a", "b"])
+    assert [cluster.followers(rank) for rank in range(4)] == [[2], [3], [], []]
+    assert [cluster.leader(rank) for rank in range(4)] == [0, 1, 0, 1]
+    cluster.go_on_without(NodeLostError("infer", cluster.leader(3), "restart", None, "gone"))
+    assert (cluster.ranks, cluster.present) == ([0], ["a", None])
 
 
 def test_a_cluster_without_nodes_and_an_unknown_role_are_reported():
