@@ -100,7 +100,8 @@ compared with their sources by reading. What had been lost or changed without a 
 ROLL's function for Video-R1, which its files name in `custom_data_kwargs_func`; `reward_type`, which gives multiple
 choice other weights; a tower that ROLL's files freeze in runs on text, which counted as pictures; verl's
 `freeze_vision_tower`; data named after videos, and Qwen3.5 with experts, which were called valid though a run refuses
-them; a model named by a link to a variable, and a number behind one, which were refused.
+them; `max_steps` of SFT with Megatron, which newer releases read; a model named by a link to a variable, and a number
+behind one, which were refused. A script compared 614 values of 22 files of ROLL: `max_steps` was the one that differed.
 
 What remains, and why:
 
@@ -178,7 +179,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "A warm-up of W steps begins with a rate of 0 there: it is k / W in step k, and (k + 1) / (W + 1) here.",
         "Agentic batches are not filled up or cut at random (`batch_adjust_mode`).",
         "Files of the SFT, DPO and distillation pipelines become configurations of the same pipelines here; "
-        "`num_train_epochs` then sets the length of the run, and held-out samples are read whole.",
+        "`num_train_epochs`, or `max_steps` of SFT with Megatron, then sets the length of the run, and held-out "
+        "samples are read whole.",
     ),
     "verl": (
         "A mini-batch counts prompts there and samples here: `ppo_mini_batch_size × n = per device × accumulated × "
