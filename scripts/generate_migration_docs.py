@@ -95,12 +95,14 @@ by hand; 8 differed without a report at first, and these cases are fixed.
 At the first try, before their problems were fixed, 15 of the first 17 files of ROLL validated, 9 of 12 of verl up to
 0.7 and 13 of 18 since.
 
-The last four rows were measured on 28 November 2026, on the files as they are, with the engines that they name, and
-compared with their sources by reading. What had been lost or changed without a word, and is mended: the columns of
-ROLL's function for Video-R1, which its files name in `custom_data_kwargs_func`; `reward_type`, which gives multiple
-choice other weights; a tower that ROLL's files freeze in runs on text, which counted as pictures; verl's
-`freeze_vision_tower`; data named after videos, and Qwen3.5 with experts, which were called valid though a run refuses
-them; a model named by a link to a variable, and a number behind one, which were refused.
+The last four rows were measured on 28 November 2026, with the engines that the files name; the reports were read
+beside the files, which were shortened where no key of training depends on it. What had been lost or changed without a
+word, and is mended: the columns of ROLL's function for Video-R1, which its files name in `custom_data_kwargs_func`;
+`reward_type`, which gives multiple choice other weights; a tower that ROLL's files freeze in runs on text, which
+counted as pictures; verl's `freeze_vision_tower`; data named after videos, and Qwen3.5 with experts, which were called
+valid though a run refuses them; `max_steps` of SFT with Megatron, which newer releases read; a model named by a link
+to a variable, and a number behind one, which were refused. A script compared 614 values of 22 files of ROLL:
+`max_steps` was the one that differed.
 
 What remains, and why:
 
@@ -178,7 +180,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "A warm-up of W steps begins with a rate of 0 there: it is k / W in step k, and (k + 1) / (W + 1) here.",
         "Agentic batches are not filled up or cut at random (`batch_adjust_mode`).",
         "Files of the SFT, DPO and distillation pipelines become configurations of the same pipelines here; "
-        "`num_train_epochs` then sets the length of the run, and held-out samples are read whole.",
+        "`num_train_epochs`, or `max_steps` of SFT with Megatron, then sets the length of the run, and held-out "
+        "samples are read whole.",
     ),
     "verl": (
         "A mini-batch counts prompts there and samples here: `ppo_mini_batch_size × n = per device × accumulated × "

@@ -33,7 +33,8 @@ def set_offline(draft: Draft, schema: type[OfflineConfig]) -> None:
         _preferences(draft)
     else:
         _imitation(draft)
-    set_extent(draft)
+    by_steps = schema is SFTConfig and draft.get("actor_train.strategy_args.strategy_name") == "megatron_train"
+    set_extent(draft, by_steps=by_steps)
     if draft.get("validation.data_args.file_name"):
         draft.derive("val_batch_size", "val_batch_size", None, "all samples that are held out")
     drop_unread_of_roles(draft)
@@ -43,9 +44,16 @@ def set_offline(draft: Draft, schema: type[OfflineConfig]) -> None:
         draft.drop_ours(key, "nothing is generated")
 
 
-def set_extent(draft: Draft) -> None:
-    """Length of the run and of its samples, which are read by one process."""
-    if draft.theirs(_EPOCHS) is not None:
+def set_extent(draft: Draft, *, by_steps: bool = False) -> None:
+    """Length of the run and of its samples, which are read by one process.
+
+    Args:
+        by_steps: a number of steps goes before one of epochs, where it is given.
+    """
+    if by_steps and draft.has("max_steps") and int(draft.theirs("max_steps")) > 0:
+        note = "max_steps goes before it with megatron_train; releases up to 0.3.0 read num_train_epochs alone"
+        draft.tell(Kind.DROPPED, _EPOCHS, draft.theirs(_EPOCHS), note=note)
+    elif draft.theirs(_EPOCHS) is not None:
         draft.carry(_EPOCHS, "num_train_epochs", int)
         draft.drop_ours("max_steps", "num_train_epochs is how long the run is")
     if (whole := draft.theirs("sequence_length")) is not None:

@@ -210,6 +210,10 @@ CASES = {
     # teachers
     "a teacher at another temperature": ("distill", ["teacher_temperature=1", "distill_on_prompt=true"],
         {"distill_on_prompt": True}, {"teacher_temperature": IMPOSSIBLE}),
+    "steps of supervised training": ("sft", ["+max_steps=7"], {"max_steps": 7, "num_train_epochs": None},
+        {"actor_train.training_args.num_train_epochs": DROPPED}),
+    "epochs without Megatron": ("sft", ["+max_steps=7", "sft_train.strategy_args.strategy_name=fsdp2_train",
+        "sft_train.strategy_args.strategy_config=null"], {"num_train_epochs": 2}, {"max_steps": DROPPED}),
     "columns of samples": ("sft", ["system_key=system", "query_key=input"],
         {f"{DATA}.system": "system", f"{DATA}.query": "input"}, {}),
     "IPO": ("dpo", ["ipo=true", "~reference", f"{DATA}.prompt=question"],
