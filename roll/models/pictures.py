@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -39,9 +38,6 @@ TOWERS = {"llava": "clip_vision_model"}
 """Of families whose towers are of several kinds, the one that was compared."""
 VIDEO_FAMILIES = ("qwen3_vl",)
 """Likewise on videos."""
-_JOINED_ROWS, _LEAST_ROWS = 1024, 16
-"""Tokens of the pictures that go through a tower together where no bit may depend on the others: at most, unless one
-picture has more, and at least."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 
@@ -92,7 +88,7 @@ class Tower:
     Args:
         model: of a class that takes pictures; a causal language model or its trunk.
         pictures: the picture processor of its folder.
-        apart: with one thread on a CPU, no bit of a picture's features depends on what other pictures there are.
+        apart: pictures go through the tower one by one, so that no bit of a picture's features depends on others.
 
     Raises:
         ValueError: no test has compared such a model.
@@ -168,11 +164,10 @@ class Tower:
                 places[cells[start + place]] = item
             start += len(ids)
         shown = [places[cell] for cell in sorted(places)]
+        numbers = {item: number for number, item in enumerate(dict.fromkeys(shown))}
         # A rank without a picture would wait for the others, whose towers gather their weights: it looks at a blank.
-        items = list(dict.fromkeys(shown)) or [self._blank]
-        passes = self._of_equal_sizes(items) if self._apart else [items]
-        numbers = {item: number for number, item in enumerate(itertools.chain.from_iterable(passes))}
-        values = [self._values(each) for each in passes]
+        items = list(numbers) or [self._blank]
+        values = [self._values([item]) for item in items] if self._apart else [self._values(items)]
         ids_T = np.concatenate([ids for ids, _ in rows]) if rows else np.zeros(0, dtype=np.int64)
         cells_N = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
         cells_N[cell_T[torch.from_numpy(self.shows(ids_T))]] = True
@@ -267,23 +262,6 @@ class Tower:
         """The ids in whose places the model puts a picture's features."""
         shown: BoolArray = (ids < 0) & np.isin(vocabulary_ids(ids), self._tokens)
         return shown
-
-    def _of_equal_sizes(self, items: Iterable[Item]) -> list[list[Item]]:
-        """Pictures that may go through the tower together although no bit may depend on the others: of one size.
-
-        Kernels add up in another order where there are few rows, so the last one is repeated until there are enough.
-        """
-        sizes: dict[tuple[int, ...], list[Item]] = {}
-        for item in items:
-            sizes.setdefault(item.data.shape, []).append(item)
-        passes = []
-        for alike in sizes.values():
-            rows = sum(map(self.pictures.ids(alike[0]).count, {*self._tokens}))
-            most, least = max(_JOINED_ROWS // rows, 1), -(-_LEAST_ROWS // rows)
-            for start in range(0, len(alike), most):
-                part = alike[start : start + most]
-                passes.append(part + part[-1:] * (least - len(part)))
-        return passes
 
     def _check_size(self, item: Item, size: int) -> None:
         ids = self.pictures.ids(item)
