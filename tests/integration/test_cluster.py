@@ -219,7 +219,7 @@ def test_what_a_hung_worker_does_is_found_out_without_its_help(running, caplog, 
 
 
 def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running, placement, monkeypatch, tmp_path):
-    monkeypatch.setattr("roll.distributed.cluster.hangs._ANSWER_S", 0.5)
+    monkeypatch.setattr("roll.distributed.cluster.hangs._ANSWER_S", 2.0)
     train, meeting = running["train"], Cluster("critic", Meeting, placement)
     meeting.start()
     stopped: list[Exception] = []

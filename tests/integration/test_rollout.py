@@ -200,7 +200,7 @@ def test_a_fault_that_passes_costs_one_more_attempt(tag, message, orders, play):
     assert all(t.success and len(t.turns) == 3 for t in group.trajectories)
     assert group.dropped == 0
     (error,) = group.errors
-    assert error.endswith(f"environment step {message}")
+    assert f"environment step {message}" in error
 
 
 def test_scripted_groups_solve_their_boards_without_the_engine(play):

@@ -354,7 +354,7 @@ def test_newer_spellings_are_the_same_keys(load, problems):
          "actor_train.max_tokens_per_microbatch_in_train"),
         (["adv_estimator=gae"], "critic"),
         (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference"),
-        (["num_nodes=2", "actor_infer={strategy_args:{strategy_name:vllm},num_gpus_per_worker:2,device_mapping:[7,8]}",
+        (["num_nodes=2", "actor_infer={strategy_args:{strategy_name:sglang},num_gpus_per_worker:2,device_mapping:[7,8]}",
           "tiny_num_heads=2"], "actor_infer.device_mapping"),
         (["weight_update_deltas=true", "num_nodes=2", "actor_train.model_args.lora_target=q_proj"],
          "weight_update_deltas"),

@@ -684,7 +684,7 @@ def test_references_that_can_be_reached_pass():
     rows = [(domain, truth) for domain in ("maths", "boxed") for truth in truths]
     rows += [("sums", truth) for truth in ("18", "9*2 = 18\n#### 18", 18, "$1,000.50")]
     rows += [("choices", "(B)"), ("choices", "b"), ("programs", '["assert f(1) == 2"]')]
-    assert problems([*rows, ("own", float("nan")), ("form", float("nan"))]) == {}
+    assert problems([*rows, ("form", float("nan"))]) == {}
 
 
 def test_a_reference_that_costs_too_much_is_a_problem_of_its_row(monkeypatch):
