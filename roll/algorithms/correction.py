@@ -180,10 +180,10 @@ def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
 def compared(batch: Batch, config: TrainInferCorrectionConfig | None = None) -> Batch:
     """The batch with ``mismatch_BVK``, where weights are on ``importance_T``, and where filters are ``rejected_T``.
 
-    As it is without both log-probs. Nothing of a row depends on another: it does not matter which rank has which. V
-    counts the
-    runs of a row's sampled tokens that one version has sampled, in their order, K their figures (``Compared``). Rows of
-    fewer runs than others have runs of 0 tokens behind. NaN where a log-prob is not finite.
+    The same batch where either of the log-probs is missing. Nothing of a row depends on another, so it does not matter
+    which rank has which. V counts the runs of a row's sampled tokens that one version has sampled, in their order, K
+    their figures (``Compared``). Rows of fewer runs than others have runs of 0 tokens behind. NaN where a log-prob is
+    not finite.
     """
     if batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
         return batch

@@ -113,6 +113,7 @@ class TrainInferCorrectionConfig(Config):
 
     @property
     def enabled_filters(self) -> list[TrainInferFilterConfig]:
+        """Those that are switched on; a token is trained on if it passes all of them."""
         return [each for each in self.filters if each.enabled]
 
     @property

@@ -136,8 +136,9 @@ def verify(run_dir: Path, config: RLConfig, rollouts: Path | None = None) -> Ver
         if folder is not None and (folder / "episodes.jsonl").is_file():
             rows: Records = read_json_lines(folder / "episodes.jsonl")
             collected = Collected.load(folder)
-            if num_prompts:
-                draws = 1 + max(group.group_id for group in [*collected.groups, *collected.rejected])
+            finished = [*collected.groups, *collected.rejected]
+            if num_prompts and finished:
+                draws = 1 + max(group.group_id for group in finished)
                 found.compare(step, printed, {"rollout/epoch": draws // num_prompts})
             if collected.groups:
                 kept = _Kept(folder, collected)
