@@ -248,8 +248,9 @@ class TrainingArguments(Wsd, Cosine, Muon):
 
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="The optimizer. muon: orthogonalised momentum for the matrices of the decoder layers, with "
-        "updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, biases, experts).",
+        description="The optimizer. muon: orthogonalised momentum for the matrices of decoder layers and vision "
+        "towers, with updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, "
+        "biases, experts).",
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     learning_rate_of: dict[str, Annotated[float, Field(gt=0)]] = Field(

@@ -97,6 +97,8 @@ class PatchForm:
 
     def resize(self, chw: np.ndarray) -> np.ndarray:
         chosen = self._chosen
+        if self.size(*chw.shape[1:]) == chw.shape[1:]:
+            return chw
         options: Any = {"factor": self._factor, "temporal_factor": chosen.temporal_patch_size}
         found: np.ndarray = chosen.resize(chw, size=chosen.size, resample=chosen.resample, **options)
         return found

@@ -29,7 +29,7 @@ from roll.configs.worker import TrainingArguments
 from roll.data.batch import Batch
 from roll.data.conversations import load_conversations
 from roll.demo.scripted_play import ScriptedPlay
-from roll.models.tiny import RECIPE_VERSION, make_tiny_model
+from roll.models.tiny import RECIPE_VERSION, make_tiny_model, picture_config
 from roll.pipeline.agentic import AgenticRolloutWorkers
 from roll.pipeline.offline.pipeline import OfflineTraining
 from roll.pipeline.prompts import PromptRolloutWorkers
@@ -294,7 +294,7 @@ def _folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:
         "template": config.actor_train.data_args.template,
         **({"variables": variables} if (variables := config.actor_train.data_args.chat_template_kwargs) else {}),
         "temperature": config.scoring_temperature,
-        **({"pictures": True} if config.pretrain == TINY_VL else {}),
+        **({"tower": picture_config()["vision_config"]} if config.pretrain == TINY_VL else {}),
         **recipe,
     }
     digest = hashlib.blake2b(json.dumps(full, sort_keys=True).encode(), digest_size=6).hexdigest()

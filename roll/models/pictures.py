@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ TOWERS = {"llava": "clip_vision_model"}
 """Of families whose towers are of several kinds, the one that was compared."""
 VIDEO_FAMILIES = ("qwen3_vl",)
 """Likewise on videos."""
+_JOINED_ROWS, _LEAST_ROWS = 1024, 16
+"""Tokens of the pictures that go through a tower together where no bit may depend on the others: at most, unless one
+picture has more, and at least."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 
@@ -66,6 +70,14 @@ class PictureInput:
     """int64; ``None``: as without pictures."""
     taken_F: Tensor | None = None
     """bool: of the features of all places, those that ``cells_RC`` get; ``None``: all."""
+    repeated: Sequence[tuple[int, int]] = ()
+    """For each of ``values``, whose pictures are of one size: how many there are, and how many of these, the last ones,
+    repeat another."""
+
+    def distinct_values(self) -> list[Mapping[str, Tensor]]:
+        """``values`` without repeated pictures."""
+        pairs = zip(self.values, self.repeated or [(1, 0)] * len(self.values), strict=True)
+        return [{name: x[: len(x) - len(x) // n * again] for name, x in each.items()} for each, (n, again) in pairs]
 
     def of_columns(self, start: int, width: int) -> PictureInput:
         """What a rank takes that has so many columns, padding among them: the tower gets all pictures."""
@@ -88,7 +100,7 @@ class Tower:
     Args:
         model: of a class that takes pictures; a causal language model or its trunk.
         pictures: the picture processor of its folder.
-        apart: pictures go through the tower one by one, so that no bit of a picture's features depends on others.
+        apart: with one thread on a CPU, no bit of a picture's features depends on what other pictures there are.
 
     Raises:
         ValueError: no test has compared such a model.
@@ -164,10 +176,13 @@ class Tower:
                 places[cells[start + place]] = item
             start += len(ids)
         shown = [places[cell] for cell in sorted(places)]
-        numbers = {item: number for number, item in enumerate(dict.fromkeys(shown))}
         # A rank without a picture would wait for the others, whose towers gather their weights: it looks at a blank.
-        items = list(numbers) or [self._blank]
-        values = [self._values([item]) for item in items] if self._apart else [self._values(items)]
+        items = list(dict.fromkeys(shown)) or [self._blank]
+        passes = self._of_equal_sizes(items) if self._apart else [items]
+        # A repeated picture is that of its last place.
+        numbers = {item: number for number, item in enumerate(itertools.chain.from_iterable(passes))}
+        values = [self._values(each) for each in passes]
+        repeated = [(len(each), len(each) - len({*each})) for each in passes]
         ids_T = np.concatenate([ids for ids, _ in rows]) if rows else np.zeros(0, dtype=np.int64)
         cells_N = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
         cells_N[cell_T[torch.from_numpy(self.shows(ids_T))]] = True
@@ -184,6 +199,7 @@ class Tower:
             [numbers[item] for item in shown],
             cells_N.view(*shape),
             positions,
+            repeated=repeated if self._apart else (),
         )
 
     def see(self, pictures: PictureInput) -> dict[str, Any]:
@@ -207,7 +223,7 @@ class Tower:
                 "processor and config.json do not fit; expected those that were published together"
             )
         if self.observer is not None:
-            self.observer(pictures.values, features)
+            self.observer(pictures.distinct_values(), features)
         if taken_F is not None:
             features = [torch.cat(features)[taken_F]]
         output.pooler_output = torch.cat(features) if isinstance(output.pooler_output, Tensor) else features
@@ -262,6 +278,23 @@ class Tower:
         """The ids in whose places the model puts a picture's features."""
         shown: BoolArray = (ids < 0) & np.isin(vocabulary_ids(ids), self._tokens)
         return shown
+
+    def _of_equal_sizes(self, items: Iterable[Item]) -> list[list[Item]]:
+        """Pictures that may go through the tower together although no bit may depend on the others: of one size.
+
+        Kernels add up in another order where there are few rows, so the last one is repeated until there are enough.
+        """
+        sizes: dict[tuple[int, ...], list[Item]] = {}
+        for item in items:
+            sizes.setdefault(item.data.shape, []).append(item)
+        passes = []
+        for alike in sizes.values():
+            rows = sum(map(self.pictures.ids(alike[0]).count, {*self._tokens}))
+            most, least = max(_JOINED_ROWS // rows, 1), -(-_LEAST_ROWS // rows)
+            for start in range(0, len(alike), most):
+                part = alike[start : start + most]
+                passes.append(part + part[-1:] * (least - len(part)))
+        return passes
 
     def _check_size(self, item: Item, size: int) -> None:
         ids = self.pictures.ids(item)

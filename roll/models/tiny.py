@@ -126,7 +126,7 @@ def picture_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 
         "rope_parameters": {**plain["rope_parameters"], "mrope_section": [head // 2 - 2 * side, side, side]},
     }
     tower = {
-        "depth": 2,
+        "depth": 1,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 2,
@@ -135,7 +135,7 @@ def picture_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 
         "temporal_patch_size": 2,
         "out_hidden_size": hidden_size,
         "window_size": 8 * MERGED * PATCH,
-        "fullatt_block_indexes": [0, 1],
+        "fullatt_block_indexes": [0],
         "initializer_range": 0.1,
     }
     marks = {"vision_start": VISION_START, "vision_end": VISION_END, "image": IMAGE, "video": VIDEO}

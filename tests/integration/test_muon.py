@@ -1,5 +1,6 @@
-"""``optimizer: muon``: PyTorch's Muon on one rank, the same bits in every layout and after resuming."""
+"""``optimizer: muon``: PyTorch's Muon on one rank, the same bits in every layout and after resuming; its matrices."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from roll.distributed.strategy.fsdp2.muon import layer_matrices
+from roll.distributed.strategy.fsdp2 import muon
+from roll.distributed.strategy.fsdp2.muon import layer_matrices, number_format
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
 from tests.integration.test_fsdp2 import make_context, policy_loss
+from tests.support.picture_models import make_picture_model
 from tests.support.ranks import enter_rank, leave_rank, run_ranks, whole
 from tests.support.trainers import VOCABULARY, make_batch
 
@@ -107,7 +110,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return path
 
 
-def test_one_rank_steps_as_pytorch_does(model):
+def test_one_rank_steps_as_pytorch_does(model, monkeypatch):
+    monkeypatch.setattr(muon, "number_format", lambda _: torch.bfloat16)  # as PyTorch's has on a CPU too
     trainer = make_trainer(model)
     weights, chosen = trainer.weights, layer_matrices(trainer.weights)
     assert {name.rpartition(".layers.")[2].split(".", 1)[1] for name in chosen} == {
@@ -131,6 +135,23 @@ def test_one_rank_steps_as_pytorch_does(model):
     assert_equal({name: found[f"{name}.{MASTER}"] for name in copies}, {n: c.detach() for n, c in copies.items()})
     for name in copies:
         assert weights.kinds(name) == ([MOMENTUM] if name in chosen else [*ADAM_STATE])
+
+
+def test_the_iteration_has_sixteen_bits_on_gpus_alone():
+    formats = {kind: number_format(torch.device(kind)) for kind in ("cpu", "cuda")}
+    assert formats == {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_matrices_of_a_tower_and_its_projector_are_among_them(tmp_path, family):
+    path = make_picture_model(tmp_path / "model", family)
+    context = make_context(path, training_args={"optimizer": "muon"})
+    trainer = Fsdp2Train(replace(context, pictures=True))
+    trainer.setup()
+    chosen = [name for name in layer_matrices(trainer.weights) if ".visual." in name]
+    matrices = {name: p for name, p in trainer.weights.parameters.items() if ".visual." in name and p.ndim == 2}
+    assert {name for name in matrices if "pos_embed" not in name} == {*chosen}
+    assert any("merger" in name for name in chosen) and any("blocks" in name for name in chosen)
 
 
 @pytest.mark.slow  # four processes

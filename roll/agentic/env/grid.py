@@ -105,7 +105,8 @@ def draw_grid(
         tiles: kind of cell -> its shapes, back to front.
         side: of a tile, in pixels.
     """
-    return np.concatenate([np.concatenate([_tile(tiles[kind], side) for kind in row], axis=1) for row in cells], axis=0)
+    drawn = {kind: _tile(tiles[kind], side) for kind in {kind for row in cells for kind in row}}
+    return np.concatenate([np.concatenate([drawn[kind] for kind in row], axis=1) for row in cells], axis=0)
 
 
 @cache

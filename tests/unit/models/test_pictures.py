@@ -21,8 +21,9 @@ from roll.data.requests import GenerateRequest
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.generation.generator import check_request
 from roll.models.freezing import freeze_unseen
+from roll.models.loading import load_causal_lm
 from roll.models.own_forward import in_one_process
-from roll.models.pictures import FAMILIES, PictureInput, Tower
+from roll.models.pictures import FAMILIES, PictureInput, Tower, tower_of
 from roll.models.planned_attention import enable_sharing
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.preflight.models import check_frozen_parts
@@ -286,3 +287,38 @@ def test_a_generator_is_asked_about_pictures_that_the_request_has():
     ):
         with pytest.raises(ValueError, match=reason):
             check_request(GenerateRequest("a", prompt[:end], items=items), **sizes, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_of_features_depends_on_other_pictures(models, family):
+    """The generator's: pictures of one size go through the tower together."""
+    sizes = [*((seed, 2, 3) for seed in range(7)), (7, 3, 2), (8, 3, 2), (9, 1, 2)]
+    batch = make_rows([[3, picture(*each, family), 2] for each in sizes], 1, family)
+    ids = np.split(batch.tokens_T.numpy(), np.cumsum(batch.lengths_B.numpy())[:-1])
+    rows = list(zip(ids, batch.items_I, strict=True))
+    folder = models(family)
+    tower = tower_of(load_causal_lm(str(folder), pictures=True), str(folder), apart=True)
+
+    given: list[int] = []
+    tower.observer = lambda values, _: given.append(sum(len(each["pixel_values"]) for each in values))
+
+    def features(some: list[Any]) -> tuple[Tensor, int]:
+        length = sum(len(ids) for ids, _ in some)
+        seen = tower.of_rows(some, torch.arange(length), (1, length))
+        output = tower.see(seen)["mm_encoder_outputs"]["image"].pooler_output
+        return (output if isinstance(output, Tensor) else torch.cat(output)), len(seen.values)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            together, passes = features(rows)
+            alone = [features([row])[0] for row in rows]
+            reversed_order = features(rows[::-1])[0]
+    finally:
+        torch.set_num_threads(threads)
+    assert passes == len({item.data.shape for items in batch.items_I for item in items})
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(reversed_order, torch.cat(alone[::-1]))
+    assert not torch.equal(alone[0], alone[1])
+    assert given[0] == given[-1] == sum(given[1:-1]), "repeated pictures are not shown"

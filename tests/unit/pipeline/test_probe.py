@@ -138,6 +138,11 @@ TENSORS: dict[str, tuple[str, Callable[[Pair], object], str]] = {
         ),
         "experts.1.down_proj.weight has the values of model.layers.0.mlp.experts.0.down_proj.weight",
     ),
+    "two experts of the last layer": (
+        "experts",
+        lambda pair: exchange(*pair.weight("model.layers.1.mlp.experts.down_proj")[:2]),
+        "experts.1.down_proj.weight has the values of model.layers.1.mlp.experts.0.down_proj.weight",
+    ),
     "no sinks": (
         "sinks",
         lambda pair: pair.weight("model.layers.0.self_attn.sinks").zero_(),
@@ -304,9 +309,15 @@ def test_another_chat_template_is_named(pair_of):
 
 def test_the_bound_follows_the_coarser_number_format():
     full, half = {"number format": "float32"}, {"number format": "bfloat16", "temperature": "0.5"}
-    assert Bound.of(full, full).every and Bound.of(full, full).value == 1e-3
-    assert (Bound.of(half, full).every, Bound.of(half, full).value) == (False, 0.8)
-    assert not Bound.of(full, full | {"experts": "True"}).every
+    away_M = torch.arange(6.0)
+    for sides, value, judged in [
+        ((full, full), 1e-3, 5.0),
+        ((half, full), 0.8, 2.0),
+        ((full, full | {"experts": "True"}), 1e-3, 4.0),
+        ((half, full | {"experts": "True"}), 0.8, 2.0),
+    ]:
+        bound = Bound.of(*sides)
+        assert (bound.value, bound.difference(-away_M, torch.zeros(6))) == (value, judged)
     assert Bound.of(full, {"number format": "bfloat16 fp8"}).value == 1.5
 
 

@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum for the matrices of the decoder layers, AdamW for everything else.
+"""Muon: orthogonalised momentum for the matrices of decoder layers and vision towers, AdamW for everything else.
 
 ``torch.optim.Muon`` takes DTensors, but sums its 16-bit products over the ranks: an update on two ranks differs from
 that on one by up to 4 %, a matrix costs 11 to 16 collective calls, and all ranks compute all of it (PyTorch 2.13).
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from roll.distributed.strategy.training.exchange import gather, own_rank, weight_shard, world_size
 from roll.distributed.strategy.training.optim import DECAYS, MASTER, MOMENTUM, make_adamw
@@ -34,12 +34,23 @@ _LEAST_NORM = 1e-7
 
 
 def layer_matrices(weights: Weights) -> list[str]:
-    """Names of the trained parameters with two axes in decoder layers: no embedding, head, norm, bias or expert."""
+    """Names of the trained parameters with two axes in decoder layers, and of the matrices of a tower and projector.
+
+    No embedding, head, norm, bias or expert.
+    """
     model = weights.scorer.model
-    layers = text_modules(model).intersection(decoder_layers(model))
+    text = text_modules(model)
+    layers = text.intersection(decoder_layers(model))
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    towers = [module for module in model.modules() if module not in text and isinstance(module, nn.Linear)]
+    inside |= {id(module.weight) for module in towers}
     whole = weights.parameters
     return [name for name in weights.trained if whole[name].ndim == 2 and id(whole[name]) in inside]
+
+
+def number_format(device: torch.device) -> torch.dtype:
+    """That of the iteration: 16 bits where they are fast."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
@@ -100,7 +111,7 @@ class Muon(torch.optim.Optimizer):
             if own_rank() == owner:
                 updates.append(orthogonalise(whole[name].to(device)))
             else:
-                updates.append(torch.empty(self._weights.shape(name), dtype=torch.bfloat16, device=device))
+                updates.append(torch.empty(self._weights.shape(name), dtype=number_format(device), device=device))
         if world_size() > 1:
             for owner, update in enumerate(updates):
                 dist.broadcast(update, src=owner)
@@ -112,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         assert share.grad is not None
         momentum = self.state[share][MOMENTUM].lerp_(share.grad, 1 - self._momentum)
         acting = share.grad.lerp(momentum, self._momentum)
-        spread = self._weights.spread(name, MASTER, torch.bfloat16)
+        spread = self._weights.spread(name, MASTER, number_format(self._weights.device))
         shape = spread.own().shape
         spread = replace(spread, own=lambda: acting.view(shape))
         return gather([weight_shard(name, spread, self._weights.shape(name))], [owner])
