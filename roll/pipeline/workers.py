@@ -234,13 +234,13 @@ class InferWorker(Worker):
 
     _watches: Sequence[asyncio.Task[None]] = ()
 
-    def setup(self, context: StrategyContext, continuous: bool = True, followers: Sequence[ActorHandle] = ()) -> None:
+    def setup(self, context: StrategyContext, continuous: bool = True, others: Sequence[ActorHandle] = ()) -> None:
         """Builds and starts the engine, or this node's part of one whose requests and weights another worker takes.
 
         Args:
             continuous: admit requests at any time (``generate_opt_level: 1``); otherwise a new batch starts only when
                 the one before has finished (``0``).
-            followers: workers with the other parts of this engine; when one of them dies, this one does.
+            others: workers with the other parts of this engine; when one of them dies, this one does.
         """
         from roll.distributed.weights.receiver import WeightReceiver
 
@@ -257,19 +257,19 @@ class InferWorker(Worker):
         self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
         self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
-        self._watches = [asyncio.get_running_loop().create_task(self._die_with(each)) for each in followers]
+        self._watches = [asyncio.get_running_loop().create_task(self._die_with(each)) for each in others]
         freeze_startup_objects()
 
     async def wait(self) -> None:
         """Returns never: its caller gets Ray's error when this worker dies."""
         await asyncio.Event().wait()
 
-    async def _die_with(self, follower: ActorHandle) -> None:
+    async def _die_with(self, other: ActorHandle) -> None:
         """Without a part an engine may hang for minutes, and then says something of a connection."""
         from ray.exceptions import RayError
 
         try:
-            await follower.wait.remote()
+            await other.wait.remote()
         except RayError as error:
             logger.error("%r ends, since a part of its engine is gone: %s", self, error)
             os.kill(os.getpid(), signal.SIGKILL)
