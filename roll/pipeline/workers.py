@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.stored import hold, unread
-from roll.distributed.cluster.cluster import Worker
+from roll.distributed.cluster.cluster import NODE_VERDICT_S, Worker
 from roll.distributed.strategy import make_strategy, strategy_class
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.memory import freeze_startup_objects
 
@@ -274,6 +275,17 @@ class InferWorker(Worker):
             logger.error("%r ends, since a part of its engine is gone: %s", self, error)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    @contextlib.asynccontextmanager
+    async def _with_all_parts(self) -> AsyncIterator[None]:
+        """The block asks the engine. One that has lost a part fails at once, but Ray may not know yet that a node is
+        gone: this process waits for its end, as its callers do not take the failure for their own."""
+        try:
+            yield
+        except EngineStoppedError:
+            if self._watches:
+                await asyncio.sleep(NODE_VERDICT_S)
+            raise
+
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
         """Takes requests, which come as ``Records``; their results are fetched by ``poll``."""
         self._waiting += [(client_id, request) for request in requests]
@@ -298,7 +310,8 @@ class InferWorker(Worker):
 
     async def complete(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Answers of the engine itself, apart from those that clients wait for."""
-        return list(await asyncio.gather(*map(self.strategy.generate, requests)))
+        async with self._with_all_parts():
+            return list(await asyncio.gather(*map(self.strategy.generate, requests)))
 
     async def shows(self, what: str, *args: Any) -> Any:
         """What the engine shows of its model by a method of this name; ``None`` where it has none.
@@ -337,7 +350,8 @@ class InferWorker(Worker):
     async def _load_weights(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
         update = self.strategy.update_adapter if payload == "adapter" else self.strategy.update_weights
         with self.clock.work():
-            await update(buckets, version)
+            async with self._with_all_parts():
+                await update(buckets, version)
 
     def _admit(self) -> None:
         if not self._continuous and self._running:
@@ -353,7 +367,8 @@ class InferWorker(Worker):
             try:
                 if unread(request.items):
                     await asyncio.to_thread(hold, request.items)
-                completion = await self.strategy.generate(request)
+                async with self._with_all_parts():
+                    completion = await self.strategy.generate(request)
                 self._completions[client_id].append(completion)  # not before: a poll may have taken the list
             except Exception as error:  # belongs to the request's caller, who raises it
                 failure = GenerationError(f"{self!r} could not generate: {type(error).__name__}: {error}")

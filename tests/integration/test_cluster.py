@@ -331,11 +331,12 @@ def test_an_engine_of_two_processes_dies_and_comes_back_as_one(engine):
         if again:
             set_up(engine)
         pids, lost = [at.pid for at in cluster.whereabouts.values()], cluster.whereabouts[place]
-        refs = cluster.submit("wait")
+        refs = cluster.submit("complete", [None])
         assert len(refs) == 1, "nobody calls the other"
+        assert not ray.wait(refs, timeout=0.5)[0], "why the engine has failed is not known yet"
         os.kill(lost.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError) as caught:
-            cluster.gather(refs, call="wait")
+            cluster.gather(refs, call="complete")
         assert caught.value.rank == 0 and f"process {lost.pid} on node {lost.node_id}" in str(caught.value)
         assert cluster.dead() == {0: lost}
         with pytest.raises(WorkerDiedError) as refused:

@@ -112,7 +112,7 @@ class Probe(Worker):
 
 
 class PlacedEngine:
-    """An engine that says where it is."""
+    """An engine that says where it is, and fails as one does that has lost a part."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
@@ -120,6 +120,11 @@ class PlacedEngine:
     def setup(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+    async def generate(self, request: None) -> None:
+        from roll.distributed.strategy.generation.engine_process import EngineStoppedError
+
+        raise EngineStoppedError("the generation engine died")
 
     def place(self) -> tuple[int, int, EngineNodes | None]:
         return self.context.rank, self.context.world_size, self.context.nodes
