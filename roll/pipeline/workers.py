@@ -277,8 +277,11 @@ class InferWorker(Worker):
 
     @contextlib.asynccontextmanager
     async def _with_all_parts(self) -> AsyncIterator[None]:
-        """The block asks the engine. One that has lost a part fails at once, but Ray may not know yet that a node is
-        gone: this process waits for its end, as its callers do not take the failure for their own."""
+        """The block asks the engine, whose failure is held back if it has parts on other nodes.
+
+        It fails at once where one is lost, but Ray may take a while to know; then this process ends (``_die_with``),
+        and is replaced. Callers would take the failure for an error of the engine's own, and end the run.
+        """
         try:
             yield
         except EngineStoppedError:

@@ -561,8 +561,8 @@ class Cluster:
     def dead(self) -> dict[int, Whereabouts | None]:
         """The ranks that have lost a process, without the lost ones, and where that was, as far as it is known.
 
-        The first process of an engine ends with any other of it, which is the one that is told then. A busy or hung
-        worker is not dead. Takes at most a second.
+        Of an engine's processes, which end with each other, one on a lost node is told, else one with a further part. A
+        busy or hung worker is not dead. Takes at most a second.
         """
         import ray
 
@@ -573,7 +573,9 @@ class Cluster:
         }
         answered, _ = ray.wait([*refs], num_returns=len(refs), timeout=_ALIVE_WAIT_S)
         gone = sorted(refs[ref] for ref in answered if _is_death(ref))
-        return {rank: self.whereabouts.get(place) for rank, place in gone}
+        found = [(rank, self.whereabouts.get(place)) for rank, place in gone]
+        lost = lost_nodes() if found else set[str]()
+        return dict(sorted(found, key=lambda each: (each[0], each[1] is not None and each[1].node_id in lost)))
 
     def restart(self, rank: int) -> None:
         """Replaces the rank by a fresh worker in the same place, killing the old one if it still runs.
