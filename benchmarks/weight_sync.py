@@ -99,7 +99,7 @@ class ShardingWorker(TrainWorker):
 class LoadingWorker(InferWorker):
     """Loads each bucket as it comes, as engines do whose loader takes one tensor at a time."""
 
-    def setup(self, context: StrategyContext, continuous: bool = True, followers: Sequence[Any] = ()) -> None:
+    def setup(self, context: StrategyContext, continuous: bool = True, others: Sequence[Any] = ()) -> None:
         self._receiver = WeightReceiver(self._load_weights, self.node_ip())
         self._weights: dict[str, Tensor] = {}
 

@@ -235,7 +235,7 @@ def mismatch_of_rows(batch: Batch) -> Tensor | None:
 
 def _scored_by_ranks(batch: Batch) -> Tensor | None:
     """float64 [K]: figures of the sampled tokens; ``None`` where rows were not scored, or a token was masked since."""
-    if batch.mismatch_BVK is None or batch.on_policy_B is not None:
+    if batch.mismatch_BVK is None:
         return None
     totals_K = batch.mismatch_BVK.sum(1)[batch.rows_with_loss].sum(0)
     num_tokens = int(batch.loss_mask_T.sum())

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch, from_arrays, to_arrays
+from roll.data.batch import Batch, from_arrays, to_arrays, token_index
 from roll.data.columns import UNKNOWN, Column, columns_of, is_per_token
 from roll.data.stored import Arrays, Block, Stored, joined, may_be_stored, store
 
@@ -96,7 +96,9 @@ class TokenScores:
                 for some, part in zip(rows, of_parts, strict=True):
                     found[some, : part.shape[1]] = part
             elif name == "rejected_T":
-                columns[name] = _in_rows(of_parts, lengths_B, rows)
+                columns[name] = rejected_T = of_parts[0].new_zeros(int(lengths_B.sum()))
+                for some, part in zip(rows, of_parts, strict=True):
+                    rejected_T[token_index(some, lengths_B)] = part
             else:
                 column = joined(of_parts, lengths_B, rows, own.get(name, Column()).unset)
                 columns[name] = column if name in own else column.value  # ``others`` are read without a field
@@ -123,19 +125,6 @@ class TokenScores:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``Batch`` does; scores without gradient, in host memory."""
         return from_arrays, (TokenScores.of, to_arrays(self.as_they_are))
-
-
-def _in_rows(parts: Iterable[Tensor], lengths_B: Tensor, rows: Iterable[Tensor]) -> Tensor:
-    """[T]: a column of a batch from those of its parts, which have these rows of it; 0 elsewhere."""
-    offsets_B = lengths_B.cumsum(0) - lengths_B
-    found: Tensor | None = None
-    for some, part in zip(rows, parts, strict=True):
-        found = part.new_zeros(int(lengths_B.sum())) if found is None else found
-        length_R = lengths_B[some]
-        first_T = (offsets_B[some] - (length_R.cumsum(0) - length_R)).repeat_interleave(length_R)
-        found[first_T + torch.arange(len(part))] = part
-    assert found is not None, "a batch has a part"
-    return found
 
 
 may_be_stored(*filter(is_per_token, columns_of(TokenScores)))(TokenScores)

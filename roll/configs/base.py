@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from roll.configs.problems import ConfigProblem, show
 
 _ITS_VALUE: Any = object()
+LARGEST_INT = 2**63 - 1
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 
@@ -29,6 +30,15 @@ class Config(BaseModel):
     """Switches: if none of them is on, nothing reads the other keys of this class."""
     choices: ClassVar[Mapping[str, Mapping[str, type[Config]]]] = {}
     """By key that chooses: by its value, the class with the keys that are then read. This section inherits from all."""
+
+    @field_validator("*")
+    @classmethod
+    def _fits(cls, value: Any) -> Any:
+        """Python's integers have no bounds; those of engines, torch and NumPy do."""
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int) and abs(each) > LARGEST_INT:
+                raise ValueError(f"int{'s' * (each is not value)} of at most 64 bits, up to {LARGEST_INT}")
+        return value
 
     def problems(self) -> Iterable[ConfigProblem]:
         """Cross-field rules that do not hold, keys relative to this section. Sections inside say their own."""

@@ -252,11 +252,7 @@ class Batch:
 
     def token_index(self, rows: Tensor | Sequence[int]) -> Tensor:
         """int64: where the tokens of the given sequences lie in the flat fields, in the given order."""
-        rows = torch.as_tensor(rows, dtype=torch.int64)
-        lengths = self.lengths_B[rows]
-        ends = torch.cumsum(lengths, 0)
-        shifts = self.offsets_B[rows] - (ends - lengths)
-        return torch.arange(int(lengths.sum())) + repeated(shifts, lengths)
+        return token_index(torch.as_tensor(rows, dtype=torch.int64), self.lengths_B)
 
     def split(self, num_parts: int, linear: int | None = None, rows: Tensor | None = None) -> list[Tensor]:
         """Row indices of ``num_parts`` parts of nearly equal load (heaviest first onto the lightest part).
@@ -307,6 +303,13 @@ class Batch:
 
 
 may_be_stored(*filter(is_per_token, columns_of(Batch)))(Batch)
+
+
+def token_index(rows: Tensor, lengths_B: Tensor) -> Tensor:
+    """int64: where the tokens of the given sequences lie among those of sequences of these lengths."""
+    lengths = lengths_B[rows]
+    shifts = (torch.cumsum(lengths_B, 0) - lengths_B)[rows] - (torch.cumsum(lengths, 0) - lengths)
+    return torch.arange(int(lengths.sum())) + repeated(shifts, lengths)
 
 
 def _spread(unit_R: Tensor, num_parts: int, load_R: Tensor) -> tuple[list[Tensor], list[int]]:

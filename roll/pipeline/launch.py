@@ -120,8 +120,7 @@ def launch(
                 thread = stack.enter_context(ThreadPoolExecutor(1))
                 start = thread.submit(start_of, config, program)
                 template = thread.submit(describe_template, config)
-                # A stop waits until Ray is up: an exception in the middle of its start would leave processes behind.
-                with session.phase("start"), signals.deferred():
+                with session.phase("start"):
                     logs = session.folder.logs / "workers"
                     stack.enter_context(
                         ray_session(

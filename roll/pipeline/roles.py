@@ -23,6 +23,7 @@ from roll.data.batch import Batch
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster, lost_nodes
 from roll.distributed.cluster.errors import NodeLostError, WorkerDiedError
+from roll.distributed.cluster.hangs import Whereabouts
 from roll.distributed.strategy.base import EngineNodes, States, StrategyContext
 from roll.distributed.weights.sync import WeightSync, useless_deltas
 from roll.models.loading import load_config, resolve_dtype
@@ -47,25 +48,24 @@ class RestartBudget:
         self._nodes: set[str] = set()
         """Lost ones that are counted."""
 
-    def spend(self, dead: Sequence[tuple[Cluster, int]], during: str, error: BaseException) -> None:
-        """Counts the dead (cluster, rank) and says so.
+    def spend(self, dead: Sequence[tuple[Cluster, int, Whereabouts | None]], during: str, error: BaseException) -> None:
+        """Counts the dead (cluster, rank, lost process) and says so.
 
         Raises:
             WorkerDiedError: there are more than may be replaced.
         """
-        places = [cluster.whereabouts.get(rank) for cluster, rank in dead]
+        places = [place for _, _, place in dead]
         gone = lost_nodes() if any(places) else set[str]()
         nodes = {place.node_id for place in places if place is not None and place.node_id in gone}
         alone = sum(place is None or place.node_id not in gone for place in places)
         self._spent += alone + len(nodes - self._nodes)
         self._nodes |= nodes
         if self._spent > self._limit:
-            cluster, rank = dead[0]
-            place = "" if places[0] is None else f"process {places[0].pid} on node {places[0].node_id}: "
+            cluster, rank, place = dead[0]
             limit = f"max_worker_restarts={self._limit} {'is' if self._limit else 'allows no restart; it is'} used up"
-            reason = f"{place}{limit} ({error})"
+            reason = f"{f'{place}: ' if place else ''}{limit} ({error})"
             raise WorkerDiedError(cluster.name, rank, during, Cluster.current_step, reason) from error
-        for cluster, rank in dead:
+        for cluster, rank, _ in dead:
             logger.warning("%s rank %d died in %s: %s", cluster.name, rank, during, error)
 
 
@@ -179,7 +179,6 @@ class Replicas:
             WorkerDiedError: as ``sync``; no generating worker is left.
         """
         self.num_loads += 1
-        ranks = sorted({self.cluster.leader(rank) for rank in ranks})
         for rank in ranks:
             try:
                 self.cluster.restart(rank)
@@ -196,23 +195,21 @@ class Replicas:
         self.prepare()
 
     def _submit_setup(self, ranks: Sequence[int]) -> dict[ObjectRef, int]:
-        """Has these ranks, and those that follow them, load the model.
+        """Has these ranks, and all parts of their engines, load the model.
 
         Returns:
             The rank of each call.
         """
         calls: dict[ObjectRef, int] = {}
         for rank in ranks:
-            parts = self.cluster.followers(rank)
-            nodes: list[EngineNodes | None] = [None]
-            if parts:
-                address, port = (self.cluster.call_rank(rank, each) for each in ("node_ip", "free_port"))
-                nodes = [EngineNodes(address, port, number, 1 + len(parts)) for number in range(1 + len(parts))]
-            for place, where in zip((rank, *parts), nodes, strict=True):
-                handles = [self.cluster.handles[part] for part in parts] if place == rank else []
-                worker: Any = self.cluster.handles[place]
-                context = replace(self._context, nodes=where)
-                calls[worker.setup.remote(context, self._continuous, handles)] = place
+            # All parts of an engine have its rank, from which its seed follows: they must sample the same.
+            context = self._context.at_rank(rank, self.cluster.world_size)
+            parts: list[Any] = [self.cluster.handles[place] for place in self.cluster.parts(rank)]
+            meeting = self.cluster.meeting_place(rank) if len(parts) > 1 else None
+            for number, part in enumerate(parts):
+                nodes = None if meeting is None else EngineNodes(*meeting, number, len(parts))
+                others = [] if number else parts[1:]
+                calls[part.setup.remote(replace(context, nodes=nodes), self._continuous, others)] = rank
         return calls
 
     def _gather_setup(self, calls: Mapping[ObjectRef, int]) -> None:
@@ -226,10 +223,8 @@ class Replicas:
         """After an update in which some died."""
         if error.role != self.cluster.name:
             raise error
-        dead = {*self.cluster.dead()}
-        if error.rank not in map(self.cluster.leader, dead):
-            dead.add(error.rank)
-        self._restarts.spend([(self.cluster, rank) for rank in sorted(dead)], "an update of weights", error)
+        dead = {error.rank: self.cluster.whereabouts.get(error.rank)} | self.cluster.dead()
+        self._restarts.spend([(self.cluster, *each) for each in sorted(dead.items())], "an update of weights", error)
         self.restart(sorted(dead))
         for tell in self._on_replaced:
             tell()

@@ -99,7 +99,7 @@ class RolloutWorkers(ABC):
         replicas = self._roles.evaluation_replicas if evaluates else self._roles.rollout_replicas
         clusters = [replicas.cluster, *self._clusters.values()]
         deadline = time.monotonic() + NODE_VERDICT_S
-        while not (dead := [(cluster, rank) for cluster in clusters for rank in cluster.dead()]):
+        while not (dead := [(cluster, *each) for cluster in clusters for each in cluster.dead().items()]):
             if self._num_restarts() != self._known_restarts[evaluates]:
                 self._known_restarts[evaluates] = self._num_restarts()
                 return
@@ -108,11 +108,11 @@ class RolloutWorkers(ABC):
             self._on_tick()
             time.sleep(_LOOK_S)
         self._roles.restarts.spend(dead, "a rollout", error)
-        for cluster, rank in dead:
+        for cluster, rank, _ in dead:
             if cluster is not replicas.cluster:
                 cluster.restart(rank)
                 cluster.call_rank(rank, "setup", *self._contexts[cluster.name])
-        if generators := [rank for cluster, rank in dead if cluster is replicas.cluster]:
+        if generators := [rank for cluster, rank, _ in dead if cluster is replicas.cluster]:
             replicas.restart(generators)
         self.connect()
         self._known_restarts[evaluates] = self._num_restarts()

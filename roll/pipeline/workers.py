@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 from roll.data.columns import Records
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.stored import hold, unread
-from roll.distributed.cluster.cluster import Worker
+from roll.distributed.cluster.cluster import NODE_VERDICT_S, Worker
 from roll.distributed.strategy import make_strategy, strategy_class
+from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.memory import freeze_startup_objects
 
@@ -234,13 +235,13 @@ class InferWorker(Worker):
 
     _watches: Sequence[asyncio.Task[None]] = ()
 
-    def setup(self, context: StrategyContext, continuous: bool = True, followers: Sequence[ActorHandle] = ()) -> None:
+    def setup(self, context: StrategyContext, continuous: bool = True, others: Sequence[ActorHandle] = ()) -> None:
         """Builds and starts the engine, or this node's part of one whose requests and weights another worker takes.
 
         Args:
             continuous: admit requests at any time (``generate_opt_level: 1``); otherwise a new batch starts only when
                 the one before has finished (``0``).
-            followers: workers with the other parts of this engine; when one of them dies, this one does.
+            others: workers with the other parts of this engine; when one of them dies, this one does.
         """
         from roll.distributed.weights.receiver import WeightReceiver
 
@@ -257,22 +258,36 @@ class InferWorker(Worker):
         self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
         self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
-        self._watches = [asyncio.get_running_loop().create_task(self._die_with(each)) for each in followers]
+        self._watches = [asyncio.get_running_loop().create_task(self._die_with(each)) for each in others]
         freeze_startup_objects()
 
     async def wait(self) -> None:
         """Returns never: its caller gets Ray's error when this worker dies."""
         await asyncio.Event().wait()
 
-    async def _die_with(self, follower: ActorHandle) -> None:
+    async def _die_with(self, other: ActorHandle) -> None:
         """Without a part an engine may hang for minutes, and then says something of a connection."""
         from ray.exceptions import RayError
 
         try:
-            await follower.wait.remote()
+            await other.wait.remote()
         except RayError as error:
             logger.error("%r ends, since a part of its engine is gone: %s", self, error)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    @contextlib.asynccontextmanager
+    async def _with_all_parts(self) -> AsyncIterator[None]:
+        """The block asks the engine, whose failure is held back if it has parts on other nodes.
+
+        It fails at once where one is lost, but Ray may take a while to know; then this process ends (``_die_with``),
+        and is replaced. Callers would take the failure for an error of the engine's own, and end the run.
+        """
+        try:
+            yield
+        except EngineStoppedError:
+            if self._watches:
+                await asyncio.sleep(NODE_VERDICT_S)
+            raise
 
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
         """Takes requests, which come as ``Records``; their results are fetched by ``poll``."""
@@ -298,7 +313,8 @@ class InferWorker(Worker):
 
     async def complete(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Answers of the engine itself, apart from those that clients wait for."""
-        return list(await asyncio.gather(*map(self.strategy.generate, requests)))
+        async with self._with_all_parts():
+            return list(await asyncio.gather(*map(self.strategy.generate, requests)))
 
     async def shows(self, what: str, *args: Any) -> Any:
         """What the engine shows of its model by a method of this name; ``None`` where it has none.
@@ -337,7 +353,8 @@ class InferWorker(Worker):
     async def _load_weights(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
         update = self.strategy.update_adapter if payload == "adapter" else self.strategy.update_weights
         with self.clock.work():
-            await update(buckets, version)
+            async with self._with_all_parts():
+                await update(buckets, version)
 
     def _admit(self) -> None:
         if not self._continuous and self._running:
@@ -353,7 +370,8 @@ class InferWorker(Worker):
             try:
                 if unread(request.items):
                     await asyncio.to_thread(hold, request.items)
-                completion = await self.strategy.generate(request)
+                async with self._with_all_parts():
+                    completion = await self.strategy.generate(request)
                 self._completions[client_id].append(completion)  # not before: a poll may have taken the list
             except Exception as error:  # belongs to the request's caller, who raises it
                 failure = GenerationError(f"{self!r} could not generate: {type(error).__name__}: {error}")

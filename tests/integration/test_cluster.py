@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import ray
 import torch
 
+from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.stored import joined
 from roll.distributed.cluster.cluster import Cluster, Placement, RayBlock, create_placement, discover_nodes
@@ -27,6 +30,9 @@ from roll.distributed.cluster.errors import (
 from roll.distributed.cluster.hangs import StallWatch, explained
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
+from roll.distributed.strategy.base import StrategyContext
+from roll.pipeline.roles import Replicas, RestartBudget
+from roll.pipeline.workers import InferWorker
 from tests.support.probes import Meeting, Probe
 from tests.support.warm.start import warm_workers
 
@@ -197,7 +203,7 @@ def test_a_hung_call_names_worker_call_step_and_time(running, monkeypatch):
     with pytest.raises(RpcTimeoutError) as caught:
         train.gather(refs, call="nap")
     assert str(caught.value) == "train rank 1: nap at step 3 has not returned in 1.0 s (rpc_timeout)"
-    assert train.dead() == []  # rank 1 is busy, not dead
+    assert not train.dead()  # rank 1 is busy, not dead
 
 
 def test_what_a_hung_worker_does_is_found_out_without_its_help(running, caplog, monkeypatch, tmp_path):
@@ -287,13 +293,60 @@ def test_a_killed_worker_is_noticed_at_once_and_can_be_replaced(start):
     assert time.monotonic() - killed < 5
     assert (caught.value.role, caught.value.rank, caught.value.call, caught.value.step) == ("train", 1, "nap", 4)
     assert f"process {pids[1]} " in str(caught.value)
-    assert train.dead() == [1]
+    assert train.dead() == {1: train.whereabouts[1]}
 
     train.restart(0)  # still napping
     train.restart(1)
     assert train.restarts == [1, 1]
     assert train.call("variables", "CUDA_VISIBLE_DEVICES", "OWN") == [["0,1", "yes"], ["2,3", "yes"]]
     assert not set(pids) & set(train.call("pid"))
+
+
+@pytest.fixture
+def engine(placement: Placement) -> Iterator[Replicas]:
+    """One with two processes, on the places of the two workers of a role."""
+    cluster = Cluster("infer", InferWorker, placement)
+    cluster.slots = tuple(replace(slot, engine=0) for slot in cluster.slots)
+    cluster.start()
+    offloads: Any = SimpleNamespace(reserve=lambda name: None)
+    config: Any = SimpleNamespace(generate_opt_level=1)
+    yield Replicas(cluster, cluster, config, offloads, RestartBudget(0), [])
+    cluster.shutdown()
+
+
+def set_up(engine: Replicas) -> list[Any]:
+    """Starts the engine, and returns where its processes think that they are."""
+    worker = WorkerConfig(strategy_args=StrategyArguments(strategy_name="tests.support.probes:PlacedEngine"))
+    engine.begin_setup(StrategyContext(worker, "infer", ""))
+    engine._gather_setup(engine._loading)
+    return ray.get([handle.shows.remote("place") for handle in engine.cluster.handles])
+
+
+def test_an_engine_of_two_processes_dies_and_comes_back_as_one(engine):
+    cluster = engine.cluster
+    (first, other), again = set_up(engine), False
+    assert (first[:2], other[:2]) == ((0, 1), (0, 1)), "the seed follows from the rank"
+    assert (first[2].number, other[2]) == (0, replace(first[2], number=1))
+    for place in (0, 1):
+        if again:
+            set_up(engine)
+        pids, lost = [at.pid for at in cluster.whereabouts.values()], cluster.whereabouts[place]
+        refs = cluster.submit("complete", [None])
+        assert len(refs) == 1, "nobody calls the other"
+        assert not ray.wait(refs, timeout=0.5)[0], "why the engine has failed is not known yet"
+        os.kill(lost.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError) as caught:
+            cluster.gather(refs, call="complete")
+        assert caught.value.rank == 0 and f"process {lost.pid} on node {lost.node_id}" in str(caught.value)
+        assert cluster.dead() == {0: lost}
+        with pytest.raises(WorkerDiedError) as refused:
+            engine._replace(caught.value)
+        words = f"infer rank 0 died in an update of weights: process {lost.pid} on node {lost.node_id}: max_worker_rest"
+        assert str(refused.value).startswith(words)
+        cluster.restart(0)
+        assert not {*pids} & {at.pid for at in cluster.whereabouts.values()} and not cluster.dead()
+        again = True
+    assert cluster.restarts == [2, 2]
 
 
 def test_a_death_is_reported_rather_than_the_broken_connection_it_causes(start):
@@ -340,7 +393,7 @@ def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start):
     critic = start("critic")
     critic.shutdown()
     critic.shutdown()
-    assert critic.dead() == [0]
+    assert critic.dead() == {0: None}
     with pytest.raises(RuntimeError, match="critic is not running"):
         critic.call("ping")
 

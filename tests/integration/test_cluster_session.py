@@ -76,7 +76,8 @@ import ray
 from ray.cluster_utils import Cluster as Machines
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.cluster import create_placement, discover_nodes
-from roll.distributed.cluster.errors import WorkerDiedError
+from ray.exceptions import RayActorError
+from roll.distributed.cluster.errors import NodeLostError, WorkerDiedError
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.cluster.cluster import Worker
@@ -100,6 +101,23 @@ def lose_a_node(machines, clusters, ids, places):
             clusters["train"].restart(error.rank)
         except WorkerDiedError as end:
             assert lost in end.reason and "devices" in end.reason, end
+    for role, first in (("wide", 1), ("turned", 2)):
+        engines, ends = clusters[role], ids.index(lost)
+        assert [(rank, at.node_id) for rank, at in engines.dead().items()] == [(0, lost)], engines.dead()
+        try:
+            engines.restart(0)
+        except NodeLostError as end:
+            assert end.rank == 0 and lost in end.reason and f"devices {2 * ends}" in end.reason, end
+            engines.go_on_without(end)
+        else:
+            raise AssertionError(role)
+        assert engines.call("seen") == [(ids[0], "0,1")] and not engines.dead()
+        kept = engines.handles[0 if first != ends else 2]
+        try:
+            ray.get(kept.ping.remote(), timeout=30)
+        except RayActorError:
+            continue
+        raise AssertionError("the rest of an engine that is given up is ended")
     assert len(clusters["env"].dead()) == places.count(lost)
     for rank in [rank for rank, place in enumerate(places) if place == lost]:
         clusters["env"].restart(rank)
@@ -111,7 +129,11 @@ for head in ({"_system_config": quick}, {}, {}):
     machines.add_node(num_cpus=1, num_gpus=2, object_store_memory=2**27, include_dashboard=False, **head)
 os.environ["RAY_ADDRESS"] = machines.address
 roles = [
-    RoleRequest("train", (0, 1, 2, 3, 4, 5), 2), RoleRequest("infer", (3,)), RoleRequest("env", None, world_size=3)
+    RoleRequest("train", (0, 1, 2, 3, 4, 5), 2),
+    RoleRequest("infer", (3,)),
+    RoleRequest("wide", (2, 4, 0, 1), 2, spans_nodes=True),
+    RoleRequest("turned", (4, 2, 0, 1), 2, spans_nodes=True),
+    RoleRequest("env", None, world_size=3),
 ]
 with ray_session() as session:
     assert session.joined, session
@@ -215,7 +237,7 @@ def test_a_signal_to_all_processes_leaves_the_workers_for_saving_and_nothing_aft
         os.killpg(driver.pid, number)  # as a terminal does
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == exit_code, output
-    assert "workers dead: []" in output
+    assert "workers dead: {}" in output
     assert_nothing_stays(tmp_path, folder)
 
 

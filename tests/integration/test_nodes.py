@@ -146,7 +146,7 @@ def test_an_engine_over_two_nodes_samples_what_it_does_on_one_and_comes_back_whe
     os.kill(two.pid_at("actor_infer-1-ready"), signal.SIGKILL)
     two.release(order)
     two.ended()
-    assert "actor_infer rank 1 died in" in two.output, two.output
+    assert "actor_infer rank 0 died in" in two.output, two.output
     one = rlvr(*layout, "actor_infer.device_mapping=[2,3]", output="one", address=address).ended()
     assert repeated(one) == repeated(two)
     found, expected = two.tensors(2), one.tensors(2)

@@ -47,14 +47,16 @@ def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launc
 
 
 @pytest.mark.slow
-def test_a_signal_while_ray_starts_leaves_nothing_behind(launch):
+@pytest.mark.parametrize(("phase", "later"), [("start …", "start workers …"), ("start workers …", "setup …")])
+def test_a_signal_while_ray_or_workers_start_ends_the_run_before_they_are_up(launch, phase, later):
     run = launch(local=True)
     assert run.process.stdout
-    while "start …" not in run.process.stdout.readline():
+    while phase not in run.process.stdout.readline():
         pass
     time.sleep(0.7)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143, run.output
+    assert "Interrupted. No evaluation in 0 steps" in run.output and later not in run.output, run.output
     assert run.summary["status"] == "interrupted"
     run.assert_nothing_left()
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from roll.data.columns import Item
     from roll.data.stored import Stored
+    from roll.distributed.strategy.base import EngineNodes, StrategyContext
 
 CALM_AT_IMPORT = gc.get_threshold()[0] > 10_000
 """Whether the collector looked seldom when this module was imported, as by default it does not."""
@@ -108,6 +109,25 @@ class Probe(Worker):
 
         while True:
             torch.distributed.all_reduce(torch.ones(1))
+
+
+class PlacedEngine:
+    """An engine that says where it is, and fails as one does that has lost a part."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
+
+    def setup(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    async def generate(self, request: None) -> None:
+        from roll.distributed.strategy.generation.engine_process import EngineStoppedError
+
+        raise EngineStoppedError("the generation engine died")
+
+    def place(self) -> tuple[int, int, EngineNodes | None]:
+        return self.context.rank, self.context.world_size, self.context.nodes
 
 
 class Meeting(Worker):

@@ -366,6 +366,9 @@ _residents: dict[str, tuple[str, int]] = {}
 class Cluster:
     """The workers of one role.
 
+    A rank is a worker that gets calls. Where its engine has devices of several nodes, a further process on each other
+    node has a part of it (``parts``), and all of them start, die and are replaced together.
+
     Calls go to every rank and come back in rank order. Arguments that are not small values are put into the object
     store once and not once per rank; NumPy arrays arrive there read-only.
 
@@ -407,41 +410,35 @@ class Cluster:
         self.slots = placement.plan.workers(name)
         self.rpc_timeout = rpc_timeout
         self.restarts = [0] * len(self.slots)
-        """Number of times that each rank was replaced."""
+        """Number of times that each process was replaced."""
         self.handles: list[ActorHandle] = []
-        """Ray actor handles in rank order; a restart replaces the rank's handle."""
+        """Ray actor handles in rank order, then those of further parts; a restart replaces the handle."""
         self.lost: set[int] = set()
         """Ranks that the role goes on without, see ``go_on_without``: calls reach the others."""
         self.whereabouts: dict[int, Whereabouts] = {}
-        """The ranks' processes, once they are ready."""
+        """The processes, in the order of ``handles``, once they are ready."""
         self._init_kwargs = dict(init_kwargs or {})
         self._system_envs = {key: str(value) for key, value in (system_envs or {}).items()}
         self._nsight = nsight or {}
 
     @property
     def world_size(self) -> int:
-        return len(self.slots)
+        """Number of ranks, the lost ones included."""
+        return len({slot.engine for slot in self.slots})
 
     @property
     def ranks(self) -> list[int]:
-        """Those that calls reach: all but the lost ones, and those that follow another."""
-        return [slot.rank for slot in self.slots if slot.follows is None and slot.rank not in self.lost]
+        """Those that calls reach: all but the lost ones."""
+        return [rank for rank in range(self.world_size) if rank not in self.lost]
 
-    def followers(self, rank: int) -> list[int]:
-        """The ranks that follow this one, on other nodes."""
-        return [slot.rank for slot in self.slots if slot.follows == rank]
-
-    def leader(self, rank: int) -> int:
-        """The rank that this one follows; itself, if it follows none."""
-        follows = self.slots[rank].follows
-        return rank if follows is None else follows
+    def parts(self, rank: int) -> list[int]:
+        """Places in ``handles`` of the processes of the rank's engine, one per node; the first is the rank's own."""
+        return [slot.rank for slot in self.slots if slot.engine == rank]
 
     @property
     def present(self) -> list[ActorHandle | None]:
-        """``handles`` of all that follow no other, with ``None`` in the place of each lost rank."""
-        return [
-            None if slot.rank in self.lost else self.handles[slot.rank] for slot in self.slots if slot.follows is None
-        ]
+        """Handles of the ranks, with ``None`` in the place of each lost one."""
+        return [None if rank in self.lost else self.handles[rank] for rank in range(self.world_size)]
 
     def start(self) -> None:
         """Starts every worker and waits until all have answered."""
@@ -453,12 +450,12 @@ class Cluster:
         if self.handles:
             raise RuntimeError(f"cluster {self.name} is already started")
         self._init_kwargs = {key: _put_once(value) for key, value in self._init_kwargs.items()}
-        self.handles = [self._spawn(rank) for rank in range(self.world_size)]
+        self.handles = [self._spawn(place) for place in range(len(self.slots))]
 
     def wait_ready(self) -> None:
         """Waits until every worker of ``launch`` has answered."""
         refs = [handle.ping.remote() for handle in self.handles]
-        ready = self.gather(refs, call="start", ranks=range(self.world_size), timeout=_START_S)
+        ready = self.gather(refs, call="start", ranks=[slot.engine for slot in self.slots], timeout=_START_S)
         self.whereabouts = dict(enumerate(ready))
         logger.info("%s: %d workers are up", self.name, self.world_size)
 
@@ -561,56 +558,63 @@ class Cluster:
         except ray.exceptions.RayError as error:
             self._raise(error, rank, call)
 
-    def dead(self) -> list[int]:
-        """The ranks whose process is gone, without the lost ones, and those that ended as one that follows them did.
+    def dead(self) -> dict[int, Whereabouts | None]:
+        """The ranks that have lost a process, without the lost ones, and where that was, as far as it is known.
 
-        A busy or hung worker is none of them. Takes at most a second.
+        Of an engine's processes, which end with each other, one on a lost node is told, else one with a further part. A
+        busy or hung worker is not dead. Takes at most a second.
         """
         import ray
 
         if not self.handles:
-            return self.ranks
-        watched = [place for rank in self.ranks for place in (rank, *self.followers(rank))]
-        refs: dict[Any, int] = {self.handles[rank].ping.remote(): rank for rank in watched}
+            return dict.fromkeys(self.ranks)
+        refs: dict[Any, tuple[int, int]] = {
+            self.handles[place].ping.remote(): (rank, place) for rank in self.ranks for place in self.parts(rank)
+        }
         answered, _ = ray.wait([*refs], num_returns=len(refs), timeout=_ALIVE_WAIT_S)
-        dead = [refs[ref] for ref in answered if _is_death(ref)]
-        return sorted({*dead} - {self.slots[rank].follows for rank in dead})
+        gone = sorted(refs[ref] for ref in answered if _is_death(ref))
+        found = [(rank, self.whereabouts.get(place)) for rank, place in gone]
+        lost = lost_nodes() if found else set[str]()
+        return dict(sorted(found, key=lambda each: (each[0], each[1] is not None and each[1].node_id in lost)))
 
     def restart(self, rank: int) -> None:
         """Replaces the rank by a fresh worker in the same place, killing the old one if it still runs.
 
-        Those that follow it are replaced, too. Without a device, it starts on another node if its own is gone. The new
+        So it does with all parts of its engine. Without a device, it starts on another node if its own is gone. The new
         worker has run its constructor and nothing else: set it up again, and its process group too.
 
         Raises:
             NodeLostError: its node is gone, and its devices with it.
         """
-        import ray
-
-        for place in (rank, *self.followers(rank)):
-            ray.kill(self._handle(place), no_restart=True)
-        for place in (rank, *self.followers(rank)):
+        self._kill(rank)
+        for place in self.parts(rank):
             self._replace(place)
 
-    def _replace(self, rank: int) -> None:
+    def _kill(self, rank: int) -> None:
         import ray
 
-        self.restarts[rank] += 1
-        logger.warning("%s rank %d: starting a fresh worker (restart %d)", self.name, rank, self.restarts[rank])
+        for place in self.parts(rank):
+            ray.kill(self._handle(place), no_restart=True)
+
+    def _replace(self, place: int) -> None:
+        import ray
+
+        self.restarts[place] += 1
+        logger.warning("%s rank %d: starting a fresh worker (restart %d)", self.name, place, self.restarts[place])
         deadline = time.monotonic() + _START_S
-        self.handles[rank] = self._spawn(rank)
-        ready = [self.handles[rank].ping.remote()]
+        self.handles[place] = self._spawn(place)
+        ready = [self.handles[place].ping.remote()]
         while time.monotonic() < deadline:
             answered = bool(ray.wait(ready, timeout=_NODE_LOOK_S)[0])
             if answered and not _is_death(ready[0]):
                 break
-            if self._leave_lost_node(rank):
-                self.handles[rank] = self._spawn(rank)
-                ready = [self.handles[rank].ping.remote()]
+            if self._leave_lost_node(place):
+                self.handles[place] = self._spawn(place)
+                ready = [self.handles[place].ping.remote()]
             elif answered:
                 break
-        patience = max(_ALIVE_WAIT_S, deadline - time.monotonic())
-        (self.whereabouts[rank],) = self.gather(ready, call="restart", ranks=[rank], timeout=patience)
+        patience, rank = max(_ALIVE_WAIT_S, deadline - time.monotonic()), self.slots[place].engine
+        (self.whereabouts[place],) = self.gather(ready, call="restart", ranks=[rank], timeout=patience)
 
     def go_on_without(self, error: NodeLostError) -> None:
         """Leaves out a rank whose node is gone from now on.
@@ -620,14 +624,15 @@ class Cluster:
         """
         if self.ranks == [error.rank]:
             raise error
+        self._kill(error.rank)
         self.lost.add(error.rank)
         logger.warning("%s; %s goes on with %d of %d workers", error, self.name, len(self.ranks), self.world_size)
 
-    def _leave_lost_node(self, rank: int) -> bool:
-        """Gives a rank whose node is gone a place on a living one; tells whether it has."""
+    def _leave_lost_node(self, place: int) -> bool:
+        """Gives a process whose node is gone a seat on a living one; tells whether it has."""
         import ray
 
-        slot, nodes = self.slots[rank], self.placement.plan.nodes
+        slot, nodes = self.slots[place], self.placement.plan.nodes
         known = {node["NodeID"]: node for node in ray.nodes()}
         living = [index for index in self.placement.groups if known[nodes[index].node_id]["Alive"]]
         if slot.node in living:
@@ -635,17 +640,20 @@ class Cluster:
         name = f"node {known[nodes[slot.node].node_id]['NodeManagerHostname']} ({nodes[slot.node].node_id})"
         if slot.devices or not living:
             reason = f"{name} is gone, and this rank's devices {', '.join(map(str, slot.devices))} with it"
-            raise NodeLostError(self.name, self.leader(rank), "restart", self.current_step, reason)
+            raise NodeLostError(self.name, slot.engine, "restart", self.current_step, reason)
         crowded = Counter(other.node for other in self.slots)
         target = min(living, key=lambda index: crowded[index])
-        logger.warning("%s rank %d: %s is gone, it goes to %s", self.name, rank, name, nodes[target].node_id)
-        self.slots = (*self.slots[:rank], replace(slot, node=target), *self.slots[rank + 1 :])
+        logger.warning("%s rank %d: %s is gone, it goes to %s", self.name, place, name, nodes[target].node_id)
+        self.slots = (*self.slots[:place], replace(slot, node=target), *self.slots[place + 1 :])
         return True
 
     def rendezvous(self) -> None:
         """Agrees on rank 0's address and a free port there, so that the ranks can form a process group."""
-        addr, port = self.call_rank(0, "node_ip"), self.call_rank(0, "free_port")
-        self.call("set_rendezvous", addr, port)
+        self.call("set_rendezvous", *self.meeting_place(0))
+
+    def meeting_place(self, rank: int) -> tuple[str, int]:
+        """The rank's address, and a free port there."""
+        return self.call_rank(rank, "node_ip"), self.call_rank(rank, "free_port")
 
     def shutdown(self) -> None:
         """Kills every worker. Calling it again does nothing."""
@@ -657,27 +665,27 @@ class Cluster:
         for handle in handles:
             ray.kill(handle, no_restart=True)
 
-    def _handle(self, rank: int) -> ActorHandle:
+    def _handle(self, place: int) -> ActorHandle:
         if not self.handles:
             raise RuntimeError(f"cluster {self.name} is not running: call start() first")
-        return self.handles[rank]
+        return self.handles[place]
 
-    def _spawn(self, rank: int) -> ActorHandle:
+    def _spawn(self, place: int) -> ActorHandle:
         import ray
 
-        slot = self.slots[rank]
+        slot = self.slots[place]
         seat = self.placement.environment(slot)
         env = {**seat, **self._system_envs, "CUDA_VISIBLE_DEVICES": seat["CUDA_VISIBLE_DEVICES"]}
         options = {**self.placement.actor_options(slot), "max_restarts": 0, "max_task_retries": 0}
         if inspect.getmembers(self.worker_cls, inspect.iscoroutinefunction):
             options["max_concurrency"] = _ASYNC_CALLS
         runtime_env: dict[str, Any] = {"env_vars": env}
-        if rank in self._nsight:  # Ray then starts the `python` of the PATH
+        if place in self._nsight:  # Ray then starts the `python` of the PATH
             path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-            runtime_env = {"env_vars": {"PATH": path, **env}, "nsight": dict(self._nsight[rank])}
+            runtime_env = {"env_vars": {"PATH": path, **env}, "nsight": dict(self._nsight[place])}
         actor_cls = ray.remote(self.worker_cls).options(runtime_env=runtime_env, **options)
-        handle: Any = actor_cls.remote(self.name, rank, self.world_size, env, **self._init_kwargs)
-        _residents[handle._actor_id.hex()] = (self.name, rank)
+        handle: Any = actor_cls.remote(self.name, place, self.world_size, env, **self._init_kwargs)
+        _residents[handle._actor_id.hex()] = (self.name, slot.engine)
         return handle
 
     def _raise(self, error: Exception, rank: int, call: str) -> NoReturn:
@@ -693,30 +701,27 @@ class Cluster:
             own = (role, dead_rank) == (self.name, rank)
             unreached = own and isinstance(cause, ray.exceptions.ActorUnavailableError)
             if unreached and (at := self.whereabouts.get(rank)):
-                reason = f"process {at.pid} on node {at.node_id} cannot be reached; it, or its node, is gone"
-            if own and self.followers(rank) and (parts := [each for each in self.dead() if self.leader(each) == rank]):
-                at = self.whereabouts[parts[0]]
-                reason = f"process {at.pid} on node {at.node_id}, with a part of its engine, is gone"
+                reason = f"{at} cannot be reached; it, or its node, is gone"
+            if own and len(self.parts(rank)) > 1 and (at := self.dead().get(rank)):
+                reason = f"{at}, with a part of its engine, is gone"
             raise WorkerDiedError(role, dead_rank, call, self.current_step, reason) from None
 
         if isinstance(cause, _store_errors()):
             raise StoreFullError(self.name, call, self.current_step, None, store_state()) from None
         cause.add_note(f"in {self.name} rank {rank}, call {call}, step {self.current_step}; traceback there:")
         cause.add_note(_plain(str(error)))
-        if dead := self._dead_peers(cause):
-            at = self.whereabouts.get(dead[0])
-            place = f"process {at.pid} on node {at.node_id}" if at else "its process"
-            reason = f"{place} is gone; rank {rank} then failed with {type(cause).__name__}"
-            raise WorkerDiedError(self.name, dead[0], call, self.current_step, reason) from cause
+        for dead, at in self._dead_peers(cause).items():
+            reason = f"{at or 'its process'} is gone; rank {rank} then failed with {type(cause).__name__}"
+            raise WorkerDiedError(self.name, dead, call, self.current_step, reason) from cause
         raise cause from None
 
-    def _dead_peers(self, cause: BaseException) -> list[int]:
-        """Dead ranks that may be behind the error of another one.
+    def _dead_peers(self, cause: BaseException) -> dict[int, Whereabouts | None]:
+        """As ``dead``: those that may be behind the error of a rank.
 
         A peer's death reaches the survivors as a broken connection, often before Ray reports the death itself.
         """
-        if self.world_size == 1:
-            return []
+        if len(self.slots) == 1:
+            return {}
         apart = isinstance(cause, RuntimeError) and len({slot.node for slot in self.slots}) > 1
         deadline = time.monotonic() + (NODE_VERDICT_S if apart else 0.0)
         while not (dead := self.dead()) and time.monotonic() < deadline:

@@ -64,6 +64,9 @@ class Whereabouts:
     pid: int
     node_id: str
 
+    def __str__(self) -> str:
+        return f"process {self.pid} on node {self.node_id}"
+
 
 def write_stacks_on_signal() -> None:
     """Has this process write its stacks, whenever it is asked, to a file that is found among its open ones."""
@@ -276,7 +279,7 @@ def write_report(clusters: Mapping[str, Cluster], path: Path, why: str) -> str:
         places: defaultdict[str, list[str]] = defaultdict(list)
         for (name, process), text in zip(workers, texts, strict=True):
             lines = "".join(f"{line}\n" for line in tasks.get(name, []))
-            parts.append(f"----- {name}, process {process.pid} on node {process.node_id}\n{lines}{text}")
+            parts.append(f"----- {name}, {process}\n{lines}{text}")
             if place := next(iter(tasks.get(name, [])), place_in(text)):
                 places[place].append(name)
         with path.open("a", encoding="utf-8") as file:

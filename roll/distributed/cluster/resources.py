@@ -67,9 +67,9 @@ class WorkerSlot:
     devices: tuple[int, ...]
     """Global device ids, all on that node; empty for a role without devices."""
     num_cpus: float
-    follows: int | None = None
-    """Rank of the worker with part of whose devices, on another node, this one works for it; it has no work of its
-    own."""
+    engine: int
+    """Rank of the worker that has the engine on these devices: its own, or of one on another node. The latter gets the
+    calls; this one only holds processes of its engine."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class PlacementPlan:
             elif here:
                 places.append(f"node {node}: {len(here)} on the CPU")
         partners = [other for other in self.slots if other != role and self.shares_devices(role, other)]
-        own = sum(slot.follows is None for slot in slots)
+        own = len({slot.engine for slot in slots})
         each = sum(len(slot.devices) for slot in slots) // own
         return role, str(own), str(each) if each else "-", "; ".join(places), ", ".join(partners) or "-"
 
@@ -205,13 +205,13 @@ def plan_placement(requests: Sequence[RoleRequest], nodes: Sequence[NodeInfo]) -
 def _device_slots(request: RoleRequest, mapping: tuple[int, ...], node_of: Sequence[int]) -> tuple[WorkerSlot, ...]:
     each = request.num_gpus_per_worker
     shares = [mapping[start : start + each] for start in range(0, len(mapping), each)]
-    # Workers first, then those that follow them: so ranks of workers are the same on any nodes.
+    # Those that get calls first, then those that hold further parts: so ranks of workers are the same on any nodes.
     parts = [[tuple(part) for _, part in groupby(share, key=node_of.__getitem__)] for share in shares]
-    places: list[tuple[tuple[int, ...], int | None]] = [(own[0], None) for own in parts]
+    places = [(own[0], rank) for rank, own in enumerate(parts)]
     places += [(part, rank) for rank, own in enumerate(parts) for part in own[1:]]
     return tuple(
-        WorkerSlot(request.name, rank, node_of[part[0]], part, request.num_cpus, follows)
-        for rank, (part, follows) in enumerate(places)
+        WorkerSlot(request.name, rank, node_of[part[0]], part, request.num_cpus, engine)
+        for rank, (part, engine) in enumerate(places)
     )
 
 
@@ -222,7 +222,7 @@ def _spread_slots(request: RoleRequest, nodes: Sequence[NodeInfo], load: list[fl
     for rank in range(request.world_size or 0):
         node = min(usable, key=lambda i: (load[i] + request.num_cpus) / max(nodes[i].num_cpus, 1e-9))
         load[node] += request.num_cpus
-        slots.append(WorkerSlot(request.name, rank, node, (), request.num_cpus))
+        slots.append(WorkerSlot(request.name, rank, node, (), request.num_cpus, rank))
     return tuple(slots)
 
 

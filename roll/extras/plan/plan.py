@@ -274,7 +274,7 @@ class Plan:
             return 0
         trainers, actor, kept = self.placement.workers("actor_train"), self.roles["actor_train"], 0
         for name in {"actor_infer", VAL_INFER} & self.roles.keys():
-            nodes = [slot.node for slot in self.placement.workers(name)]
+            nodes = [slot.node for slot in self.placement.workers(name) if slot.engine == slot.rank]
             far = set(nodes) - {slot.node for slot in trainers}
             sender = next((slot.node for slot in trainers if slot.node in nodes), trainers[0].node)
             external = isinstance(self.roles[name].worker.strategy_args.typed(), VllmConfig | SglangConfig)

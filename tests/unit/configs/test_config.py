@@ -206,6 +206,8 @@ WRONG = [
     *((f"seed={value}", "int") for value in ("abc", "1.0", "true", "'1'")), ("seed=-1", "int, at least 0"),
     (f"num_nodes={10**30}", "at most 10000"), (f"num_gpus_per_node={10**12}", "at most 1024"),
     (f"actor_train.world_size={10**30}", "at most 100000"), ("rollout_batch_size=1000000007", "at most 1000000"),
+    *((f"{key}=99999999999999999999", "64 bits") for key in ("seed", "max_steps", "custom_envs.Lake.max_steps")),
+    ("profiler.steps=[-99999999999999999999]", "64 bits"),
     ("whiten_advantages=1", "bool"), ("track_with=5", "str, or list of str"), ("system_envs.A=1.5", "str"),
     *((f"exp_name={name}", "matching") for name in ("a/b", "..", ".", ".hidden", "x" * 201)),
     ("resume_from_checkpoint=3", "bool, or str"), ("actor_train=3", "section"), ("critic=[1]", "section, or null"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.selection import select_for_policy
+from roll.algorithms.shaping import with_old_policy
 from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.algorithm import (
     AlgorithmConfig,
@@ -225,6 +226,11 @@ def test_weights_rejections_and_the_distance_by_age_come_from_ranks_and_the_driv
         for name in ("old_logprobs_T", "rollout_logprobs_T", "weights_T"):
             assert "value" not in vars(vars(found)[name]), name
         assert torch.equal(found.loss_mask_T, weighed[0].loss_mask_T)
+        on_policy_B = torch.arange(batch.num_sequences) == 2  # as if nobody had scored it
+        known, without = (with_old_policy(each.replace(on_policy_B=on_policy_B)) for each in (scored, whole))
+        for measure in (mismatch_metrics, lambda rows: mismatch_by_lag(rows, 5, parts.correction)):
+            assert measure(known) == pytest.approx(measure(without), rel=1e-12)
+        assert all("value" not in vars(vars(known)[name]) for name in ("old_logprobs_T", "rollout_logprobs_T"))
         # Rounded to float32 once more before a division by the mean.
         torch.testing.assert_close(found.weights_T, weighed[0].weights_T, rtol=2**-23 if normalised else 0, atol=0)
 

@@ -233,10 +233,10 @@ class Workers:
         self.lives = True
         self.fails: Exception | None = None
         self.cluster = self
-        self.whereabouts: dict[int, Any] = {}
+        self.place: Any = None
 
-    def dead(self) -> list[int]:
-        return [] if self.lives else [0]
+    def dead(self) -> dict[int, Any]:
+        return {} if self.lives else {0: self.place}
 
     def restart(self, ranks: Any) -> None:
         self.restarts[0] += 1
@@ -311,9 +311,9 @@ def test_what_dies_with_a_node_counts_once(monkeypatch):
     monkeypatch.setattr("roll.pipeline.roles.lost_nodes", lambda: {"lost"})
     roles, players, generator, _ = started(limit=2)
     for workers in (players, generator):
-        workers.lives, workers.whereabouts = False, {0: Whereabouts(1, "lost")}
+        workers.lives, workers.place = False, Whereabouts(1, "lost")
     roles.recover(LOST, evaluates=False)
-    players.lives, players.whereabouts = False, {0: Whereabouts(2, "living")}
+    players.lives, players.place = False, Whereabouts(2, "living")
     roles.recover(LOST, evaluates=False)
     players.lives = False
     with pytest.raises(WorkerDiedError, match="max_worker_restarts=2 is used up"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.distributed.cluster.cluster import Cluster, Worker
-from roll.distributed.cluster.errors import NodeLostError, PlacementError
+from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import (
     NodeInfo,
     PlacementPlan,
@@ -105,27 +105,24 @@ def test_a_worker_over_several_nodes_has_equally_many_devices_on_each():
     nodes = pretend_nodes(3, 2)
     plan = plan_placement([RoleRequest("infer", (0, 1, 2, 3), 4, True), RoleRequest("val", (4, 5), 1, True)], nodes)
     first, second = plan.workers("infer")
-    assert (first.node, first.devices, first.follows) == (0, (0, 1), None)
-    assert (second.rank, second.node, second.devices, second.follows) == (1, 1, (2, 3), 0)
-    assert [slot.follows for slot in plan.workers("val")] == [None, None]
+    assert (first.node, first.devices, first.engine) == (0, (0, 1), 0)
+    assert (second.rank, second.node, second.devices, second.engine) == (1, 1, (2, 3), 0)
+    assert [slot.engine for slot in plan.workers("val")] == [0, 1]
     assert plan.describe()[1].split()[:3] == ["infer", "1", "4"]
     plan = plan_placement([RoleRequest("infer", (1, 2, 3, 4), 2, True)], nodes)
-    places = [(slot.node, slot.devices, slot.follows) for slot in plan.workers("infer")]
-    assert places == [(0, (1,), None), (1, (3,), None), (1, (2,), 0), (2, (4,), 1)]
+    places = [(slot.node, slot.devices, slot.engine) for slot in plan.workers("infer")]
+    assert places == [(0, (1,), 0), (1, (3,), 1), (1, (2,), 0), (2, (4,), 1)]
     for mapping, homes in (((0, 1, 2), "0, 1"), ((0, 2, 1), "0, 1"), ((1, 2, 0, 3), "0, 1")):
         (seen,) = problems_of([RoleRequest("infer", mapping, len(mapping), True)], nodes)
         assert f"which lie on nodes {homes}; a worker's devices must lie on one node, or equally many" in seen
 
 
-def test_calls_reach_the_workers_of_which_others_have_a_part():
+def test_calls_reach_one_process_of_each_engine():
     plan = plan_placement([RoleRequest("infer", (0, 1, 2, 3, 4, 5, 6, 7), 4, True)], pretend_nodes(4, 2))
     cluster = Cluster("infer", Worker, cast(Any, SimpleNamespace(plan=plan)))
     cluster.handles = cast(Any, ["a", "b", "part of a", "part of b"])
-    assert (cluster.ranks, cluster.present) == ([0, 1], ["a", "b"])
-    assert [cluster.followers(rank) for rank in range(4)] == [[2], [3], [], []]
-    assert [cluster.leader(rank) for rank in range(4)] == [0, 1, 0, 1]
-    cluster.go_on_without(NodeLostError("infer", cluster.leader(3), "restart", None, "gone"))
-    assert (cluster.ranks, cluster.present) == ([0], ["a", None])
+    assert (cluster.world_size, cluster.ranks, cluster.present) == (2, [0, 1], ["a", "b"])
+    assert [cluster.parts(rank) for rank in cluster.ranks] == [[0, 2], [1, 3]]
 
 
 def test_a_cluster_without_nodes_and_an_unknown_role_are_reported():

@@ -311,11 +311,20 @@ def test_a_plan_that_fits(seven_billion, capsys):
     assert "it fits" in told and "GPU 0 and 1 like it" in told and "512 samples" in told and "GiB" in told
 
 
-@pytest.mark.parametrize(("engine", "far"), [("hf_infer", 0), ("vllm", 1)])
-def test_the_update_that_deltas_start_from_counts_where_it_is_kept(engine, far, seven_billion, planned):
+@pytest.mark.parametrize(
+    ("engine", "each", "devices", "kept"),
+    [
+        ("hf_infer", 1, "[1,2]", (1, 0)),
+        ("vllm", 1, "[1,2]", (1, 1)),
+        ("vllm", 2, "[2,1]", (1, 1)),
+        ("vllm", 2, "[1,2]", (0, 0)),
+    ],
+)
+def test_the_update_that_deltas_start_from_counts_where_it_is_kept(engine, each, devices, kept, seven_billion, planned):
     def needed(deltas: bool) -> list[int]:
         nodes = "num_nodes=2", "num_gpus_per_node=2", "actor_train.device_mapping=[0,1]"
-        generator = "actor_infer.device_mapping=[1,2]", f"actor_infer.strategy_args.strategy_name={engine}"
+        generator = [f"actor_infer.device_mapping={devices}", f"actor_infer.num_gpus_per_worker={each}"]
+        generator.append(f"actor_infer.strategy_args.strategy_name={engine}")
         sending = f"weight_update_deltas={str(deltas).lower()}", "--devices", "CPU,tflops=1,bandwidth=50,memory=400"
         return [
             place["needed"]
@@ -323,7 +332,9 @@ def test_the_update_that_deltas_start_from_counts_where_it_is_kept(engine, far, 
         ]
 
     update = 2 * ModelShape.of(QWEN_7B).parameters
-    assert [more - less for less, more in zip(needed(False), needed(True), strict=True)] == [update, far * update]
+    assert [more - less for less, more in zip(needed(False), needed(True), strict=True)] == [
+        count * update for count in kept
+    ]
 
 
 def test_models_of_rewards_count(seven_billion, tmp_path, planned):
