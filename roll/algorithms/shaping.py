@@ -241,8 +241,9 @@ class Shaping:
         # With bypass both columns are the sampler's.
         compared = with_old_policy(batch.only(("rollout_logprobs_T", "old_logprobs_T")))
         metrics = {} if parts.correction.bypass else mismatch_metrics(compared)
-        batch, found = drop_masked_episodes(batch, parts.selection)
-        metrics |= found
+        if parts.selection.mask_type == "all":
+            batch, found = drop_masked_episodes(batch, parts.selection)
+            metrics |= found
         batch, found = shape_rewards(batch, parts.reward, score_stats)
         metrics |= found
         if parts.kl.reward is not None:
@@ -263,6 +264,7 @@ class Shaping:
         if teacher is not None and teacher.form == "advantage":
             batch = teacher_advantages(batch, teacher)
         metrics |= advantage_metrics(batch, parts.advantage)
+        require_finite(batch, "advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B")  # what the losses read
         self.score_stats = score_stats
         if parts.kl.reward is not None:
             self.kl_reward.update(metrics["reward/kl"], len(batch.rows_with_loss))
