@@ -238,9 +238,11 @@ class Shaping:
     def __call__(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with ``advantages_T`` and ``returns_T``, and metrics; an error on the way changes no state."""
         parts, score_stats = self.parts, copy(self.score_stats)
-        # With bypass both columns are the sampler's.
-        compared = with_old_policy(batch.only(("rollout_logprobs_T", "old_logprobs_T")))
-        metrics = {} if parts.correction.bypass else mismatch_metrics(compared)
+        metrics: dict[str, float] = {}
+        if vars(batch)["old_logprobs_T"] is None:  # the training pass will compare its own
+            require_finite(batch, "rollout_logprobs_T")
+        elif not parts.correction.bypass:  # else both columns are the sampler's
+            metrics = mismatch_metrics(with_old_policy(batch.only(("rollout_logprobs_T", "old_logprobs_T"))))
         if parts.selection.mask_type == "all":
             batch, found = drop_masked_episodes(batch, parts.selection)
             metrics |= found

@@ -111,7 +111,8 @@ class RLPipeline(GroupRules, TrainingLoop):
             old_rows = self.rows_with_old_logprobs(batch, steps)
             batch = self.roles.score(batch, old_rows, self.config)
             self.utilisation.scored(span, batch, None if self.roles.others_score else old_rows)
-            metrics |= replay_metrics(batch)
+            if vars(batch)["experts_TE"] is not None:
+                metrics |= replay_metrics(batch)
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
                 self.taken.write_scores(step, batch)
