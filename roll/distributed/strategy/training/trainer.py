@@ -66,8 +66,17 @@ from roll.distributed.strategy.training.exchange import (
     raise_on_all_ranks,
 )
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
-from roll.distributed.weights.buckets import allocate, as_tensor, pack
-from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, dtype_name, outline_of
+from roll.distributed.weights.buckets import (
+    BucketOutline,
+    WeightBucket,
+    aligned,
+    allocate,
+    as_tensor,
+    dtype_name,
+    outline_of,
+    pack,
+)
+from roll.distributed.weights.messages import Payload
 from roll.models.loading import copy_companions, exact_float32, load_config
 from roll.models.lora import write_adapter_config
 from roll.models.own_forward import LAYOUTS, OwnForward
