@@ -1,6 +1,6 @@
 """How much work a process has done, as a number that others on its node can read, and what it waits for.
 
-Only that the number grows has a meaning: by tokens, micro-batches, steps of environments, tensors and bytes that were read.
+Only that it grows has a meaning: by tokens, micro-batches, steps of environments, tensors and bytes that were read.
 Its clock tells when it worked and when it waited.
 """
 
