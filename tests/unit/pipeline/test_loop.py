@@ -236,7 +236,8 @@ def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was():
         shaping(batch)
     assert shaping.score_stats.state_dict() == RunningStats().state_dict()
     assert shaping.kl_reward.state_dict() == before
-    shaping.parts = config.model_copy(update={"adv_estimator": "grpo"}).parts
+    state, shaping = shaping.state_dict(), Shaping(config.model_copy(update={"adv_estimator": "grpo"}).parts)
+    shaping.load_state_dict(state)
     shaping(batch)
     assert shaping.score_stats.state_dict() == {"count": 2.0, "mean": 0.5, "squares": 0.5}
     assert shaping.kl_reward.coef < before["coef"], "the KL is below its target"
