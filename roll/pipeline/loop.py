@@ -23,8 +23,8 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import Remarks
 from roll.pipeline.session import RunFailedError, RunSession, StoppedByWatchError
 from roll.report.watches import WATCHES, Watching
-from roll.tracking.checkpointer import Checkpointer, Write, restore_rng_state, rng_state
-from roll.tracking.files import CheckpointError, read_json_lines
+from roll.tracking.checkpointer import Checkpointer, CheckpointError, Write, restore_rng_state, rng_state
+from roll.tracking.run import read_json_lines
 from roll.utils.signals import SignalGuard
 
 logger = logging.getLogger(__name__)

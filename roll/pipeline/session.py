@@ -18,11 +18,10 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Change, Record, Rows, compare
 from roll.pipeline.profiling import PhaseTimer, Span, host_memory
 from roll.report.render import render_index
-from roll.tracking.checkpointer import Checkpointer, PostSaveHook
+from roll.tracking.checkpointer import Checkpointer, CheckpointError, PostSaveHook
 from roll.tracking.display import Display, closing_line
-from roll.tracking.files import CheckpointError, write_atomic
 from roll.tracking.redact import redact
-from roll.tracking.run import RunFolder, software_versions
+from roll.tracking.run import RunFolder, software_versions, write_atomic
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 from roll.utils.foreign import Fault
 from roll.utils.progress import advance

@@ -33,8 +33,7 @@ from roll.pipeline.rollouts import GroupRules, StepRollouts
 from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
-from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.files import CheckpointError, write_manifest
+from roll.tracking.checkpointer import Checkpointer, CheckpointError, write_manifest
 from roll.tracking.trackers import TrackerContext
 from roll.utils.signals import SignalGuard
 

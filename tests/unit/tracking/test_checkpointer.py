@@ -21,8 +21,15 @@ from xxhash import xxh3_128
 
 from roll.configs.pipeline import RunConfig
 from roll.pipeline.session import RunSession
-from roll.tracking.checkpointer import Checkpointer, PostSaveHook, restore_rng_state, rng_state
-from roll.tracking.files import MANIFEST_FILE, CheckpointError, find_damage
+from roll.tracking.checkpointer import (
+    MANIFEST_FILE,
+    Checkpointer,
+    CheckpointError,
+    PostSaveHook,
+    find_damage,
+    restore_rng_state,
+    rng_state,
+)
 from roll.utils.hashing import WrittenFile
 
 
