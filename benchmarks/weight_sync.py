@@ -54,8 +54,7 @@ from roll.distributed.strategy.training.trainer import PlannedBucket, export, pl
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import BucketOutline, WeightBucket, packing_into, unpack_bucket
 from roll.distributed.weights.messages import BucketMessage, Payload
-from roll.distributed.weights.receiver import WeightUpdate
-from roll.distributed.weights.receiver import WeightReceiver, tensors_of
+from roll.distributed.weights.receiver import WeightReceiver, WeightUpdate, tensors_of
 from roll.distributed.weights.segments import SegmentPool, SharedMemory
 from roll.distributed.weights.sender import Link, Route
 from roll.models.scoring import TokenScorer
