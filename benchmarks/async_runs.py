@@ -35,7 +35,7 @@ from roll.agentic.env.base import StepResult
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier
 from roll.rewards import RewardResult, Sample, Verifier
-from roll.tracking.files import read_json_lines, write_atomic
+from roll.tracking.run import read_json_lines, write_atomic
 
 RATIO, RATIO_WAITING, POINTS = 0.87, 0.65, 2.0
 WAIT = "ROLL_BENCHMARK_WAIT"

@@ -52,9 +52,9 @@ from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights
 from roll.distributed.strategy.training.module_weights import hf_pieces
 from roll.distributed.strategy.training.trainer import PlannedBucket, export, plan_buckets
 from roll.distributed.weights import sync
-from roll.distributed.weights.buckets import WeightUpdate, packing_into, unpack_bucket
-from roll.distributed.weights.contents import BucketMessage, BucketOutline, Payload, WeightBucket
-from roll.distributed.weights.receiver import WeightReceiver, tensors_of
+from roll.distributed.weights.buckets import BucketOutline, WeightBucket, packing_into, unpack_bucket
+from roll.distributed.weights.messages import BucketMessage, Payload
+from roll.distributed.weights.receiver import WeightReceiver, WeightUpdate, tensors_of
 from roll.distributed.weights.segments import SegmentPool, SharedMemory
 from roll.distributed.weights.sender import Link, Route
 from roll.models.scoring import TokenScorer

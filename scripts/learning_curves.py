@@ -21,7 +21,7 @@ import yaml
 
 from roll.report.curve import learning_curve_svg
 from roll.tracking.display import difference_interval
-from roll.tracking.files import read_json_lines, write_atomic
+from roll.tracking.run import read_json_lines, write_atomic
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 

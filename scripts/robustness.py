@@ -19,7 +19,7 @@ from statistics import median
 
 from learning_curves import Run
 
-from roll.tracking.files import write_atomic
+from roll.tracking.run import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = {

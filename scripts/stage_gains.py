@@ -21,7 +21,7 @@ from learning_curves import Run
 
 from roll.report.curve import learning_curve_svg
 from roll.tracking.display import difference_interval
-from roll.tracking.files import write_atomic
+from roll.tracking.run import write_atomic
 
 MEASURES = {
     "pairwise_accuracy": "pairs ranked correctly",

@@ -328,13 +328,11 @@ def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConf
 
 
 def replay_metrics(batch: Batch) -> dict[str, float]:
-    """``router_replay/share``: the part of the tokens that go through experts chosen before, where any do.
+    """``router_replay/share``: the part of the tokens that go through experts chosen before.
 
     A sequence's last token is not counted: nothing is predicted from it.
     """
     experts = vars(batch)["experts_TE"]
-    if experts is None:
-        return {}
     if isinstance(experts, Stored) and experts.sums_B is not None:
         entries = int((batch.lengths_B - 1).sum()) * experts.width[0]
         return {"router_replay/share": float(experts.sums_B.sum()) / max(1, entries)}

@@ -178,7 +178,7 @@ class Given:
     def of(cls, batch: Batch, needs: Iterable[Quantity]) -> Given:
         """The columns that the batch has of those that the quantities read, and its kept sets."""
         columns = {name: column for name in columns_read(needs) if (column := getattr(batch, name)) is not None}
-        return cls(columns, KeptSets.of(batch))
+        return cls(columns, None if batch.kept_I is None else KeptSets.of(batch))
 
     def take(self, index: Tensor, device: torch.device) -> Given:
         """The entries of some tokens, on ``device``."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import advantage_metrics, compute_advantages
+from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages
 from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.distillation import (
     clip_metrics,
@@ -231,6 +231,7 @@ class Shaping:
 
     def __init__(self, parts: AlgorithmParts) -> None:
         self.parts = parts
+        self._estimator = ADVANTAGES.get(parts.advantage.adv_estimator)
         self.score_stats = RunningStats()
         self.kl_reward = KlController.of(parts.kl.reward)
         self.kl_loss = KlController.of(parts.kl.loss)
@@ -238,11 +239,14 @@ class Shaping:
     def __call__(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with ``advantages_T`` and ``returns_T``, and metrics; an error on the way changes no state."""
         parts, score_stats = self.parts, copy(self.score_stats)
-        # With bypass both columns are the sampler's.
-        compared = with_old_policy(batch.only(("rollout_logprobs_T", "old_logprobs_T")))
-        metrics = {} if parts.correction.bypass else mismatch_metrics(compared)
-        batch, found = drop_masked_episodes(batch, parts.selection)
-        metrics |= found
+        metrics: dict[str, float] = {}
+        if vars(batch)["old_logprobs_T"] is None:  # the training pass will compare its own
+            require_finite(batch, "rollout_logprobs_T")
+        elif not parts.correction.bypass:  # else both columns are the sampler's
+            metrics = mismatch_metrics(with_old_policy(batch.only(("rollout_logprobs_T", "old_logprobs_T"))))
+        if parts.selection.mask_type == "all":
+            batch, found = drop_masked_episodes(batch, parts.selection)
+            metrics |= found
         batch, found = shape_rewards(batch, parts.reward, score_stats)
         metrics |= found
         if parts.kl.reward is not None:
@@ -259,10 +263,11 @@ class Shaping:
         if teacher is not None and teacher.replaces_advantages:
             batch = no_advantages(batch)
         else:
-            batch = compute_advantages(batch, parts.advantage)
+            batch = compute_advantages(batch, parts.advantage, self._estimator)
         if teacher is not None and teacher.form == "advantage":
             batch = teacher_advantages(batch, teacher)
         metrics |= advantage_metrics(batch, parts.advantage)
+        require_finite(batch, "advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B")  # what the losses read
         self.score_stats = score_stats
         if parts.kl.reward is not None:
             self.kl_reward.update(metrics["reward/kl"], len(batch.rows_with_loss))

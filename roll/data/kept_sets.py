@@ -85,16 +85,15 @@ class KeptSets:
     """int64: ids of each."""
 
     @classmethod
-    def of(cls, batch: Batch) -> KeptSets | None:
-        """Those of a batch's tokens; ``None`` where it has none.
+    def of(cls, batch: Batch) -> KeptSets:
+        """Those of a batch's tokens, with ``kept_I``.
 
         Raises:
             ValueError: a sampled token is not in its own set, so these are others' sets.
         """
         import torch
 
-        if batch.kept_I is None:
-            return None
+        assert batch.kept_I is not None
         sizes_T = np.zeros(batch.num_tokens, dtype=np.int64)
         parts = [np.zeros(0, dtype=np.int64)]
         for offset, items in zip(batch.offsets_B.tolist(), batch.kept_I, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.identity import vocabulary_ids
-from roll.data.packing import rectangle, worth_sharing
+from roll.data.packing import rectangle
 from roll.models.heads import decoder_layers, text_modules
 from roll.models.routing import expert_sizes
 from roll.models.scoring import BOUNDS, TokenScorer, layout, score_input
@@ -36,8 +36,6 @@ GENERATOR_BOUND = BOUNDS[torch.bfloat16]
 LEAST_GENERATED = 16
 """Tokens, or it is not compared."""
 PACKING, SHARING = "use_sequence_packing: false", "share_prompts: false"
-LAYOUTS = ("padded", "packed", "shared", "padded, replayed", "packed, replayed", "shared, replayed")
-"""Of a micro-batch, and whether its experts are given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,25 +76,6 @@ class OwnForward:
     """[T]: the generator's log-probabilities of a micro-batch, where they are of the same weights."""
     compared: set[str] = field(default_factory=set)
     """Layouts that need not be compared any more."""
-
-    def to_compare(self, batch: Batch, groups: Sequence[Tensor], *, packing: bool, sharing: bool) -> dict[str, Batch]:
-        """The first micro-batch with a loss token of each layout that has not been compared."""
-        replayed = "" if batch.experts_TE is None else ", replayed"
-        shared, found = "shared" + replayed, dict[str, Batch]()
-        done = set(self.compared) if sharing and worth_sharing(batch) else self.compared | {shared}
-        for group in groups:
-            # A row of one sequence shows nothing about packing.
-            plain = ("packed" if packing and len(group) > 1 else "padded") + replayed
-            if {plain, shared} <= done:
-                continue
-            micro_batch = batch.select(group)
-            if batch.kept_I is not None:  # the model's own forward pass knows no kept sets
-                micro_batch = micro_batch.replace(kept_I=None, rollout_logprobs_T=None)
-            layout = shared if sharing and worth_sharing(micro_batch) else plain
-            if layout not in done and bool(micro_batch.loss_mask_T.any()):
-                found[layout] = micro_batch
-                done.add(layout)
-        return found
 
     @torch.no_grad()
     def compare(self, micro_batch: Batch, layout: str) -> None:

@@ -7,7 +7,7 @@ positions that predict a loss token, in chunks whose logits are computed again i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -400,6 +400,32 @@ def split_batch(
     return [samples[group].flatten() for group in groups]
 
 
+LAYOUTS = ("padded", "packed", "shared", "padded, replayed", "packed, replayed", "shared, replayed")
+"""Of a micro-batch, and whether its experts are given."""
+
+
+def new_layouts(
+    batch: Batch, groups: Sequence[Tensor], known: Collection[str], *, packing: bool, sharing: bool
+) -> dict[str, Batch]:
+    """The first micro-batch with a loss token of each of ``LAYOUTS`` that is not known."""
+    replayed = "" if batch.experts_TE is None else ", replayed"
+    shared, found = "shared" + replayed, dict[str, Batch]()
+    done = {*known} if sharing and worth_sharing(batch) else {*known, shared}
+    for group in groups:
+        # A row of one sequence shows nothing about packing.
+        plain = ("packed" if packing and len(group) > 1 else "padded") + replayed
+        if {plain, shared} <= done:
+            continue
+        micro_batch = batch.select(group)
+        if batch.kept_I is not None:  # the model's own forward pass knows no kept sets
+            micro_batch = micro_batch.replace(kept_I=None, rollout_logprobs_T=None)
+        name = shared if sharing and worth_sharing(micro_batch) else plain
+        if name not in done and bool(micro_batch.loss_mask_T.any()):
+            found[name] = micro_batch
+            done.add(name)
+    return found
+
+
 def layout(micro_batch: Batch, *, round_to: int = 1, packing: bool = False, sharing: bool = False) -> ModelInput:
     """One micro-batch as the model's input."""
     if sharing and worth_sharing(micro_batch):
@@ -430,7 +456,7 @@ def score_batch(
     limits: dict[str, Any] = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_pixels": max_pixels}
     groups = split_batch(batch, **limits, round_to=round_to, packing=packing)
     if check is not None:
-        for name, micro_batch in check.to_compare(batch, groups, packing=packing, sharing=False).items():
+        for name, micro_batch in new_layouts(batch, groups, check.compared, packing=packing, sharing=False).items():
             check.compare(micro_batch, name)
     parts = []
     for index in range(max(1, len(groups))):

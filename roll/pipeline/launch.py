@@ -41,8 +41,8 @@ from roll.preflight.models import (
     untried_models,
 )
 from roll.preflight.templates import describe_template
+from roll.tracking.checkpointer import CheckpointError
 from roll.tracking.display import NOTED
-from roll.tracking.files import CheckpointError
 from roll.utils.memory import keep_freed_memory, relax_gc
 from roll.utils.registry import UnknownNameError, import_path, plugin_variables
 from roll.utils.signals import Interrupted, SignalGuard

@@ -23,8 +23,8 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import Remarks
 from roll.pipeline.session import RunFailedError, RunSession, StoppedByWatchError
 from roll.report.watches import WATCHES, Watching
-from roll.tracking.checkpointer import Checkpointer, Write, restore_rng_state, rng_state
-from roll.tracking.files import CheckpointError, read_json_lines
+from roll.tracking.checkpointer import Checkpointer, CheckpointError, Write, restore_rng_state, rng_state
+from roll.tracking.run import read_json_lines
 from roll.utils.signals import SignalGuard
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,8 @@ class TrainingLoop(ABC):
             TrainingDivergedError, StoppedByWatchError: see ``run``.
         """
         step, config = self.done_steps, self.config
-        self.session.checkpointer.check()
+        if config.async_save:
+            self.session.checkpointer.check()
         last = step == config.max_steps
         asks = self.looks_learned and not last
         if asks or (last and config.val_after_train) or (config.eval_steps and step % config.eval_steps == 0):

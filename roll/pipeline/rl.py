@@ -8,6 +8,7 @@ A pipeline differs from another only in where its rollouts come from and in what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ class RLPipeline(GroupRules, TrainingLoop):
             old_rows = self.rows_with_old_logprobs(batch, steps)
             batch = self.roles.score(batch, old_rows, self.config)
             self.utilisation.scored(span, batch, None if self.roles.others_score else old_rows)
-            metrics |= replay_metrics(batch)
+            if vars(batch)["experts_TE"] is not None:
+                metrics |= replay_metrics(batch)
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
                 self.taken.write_scores(step, batch)
@@ -188,11 +190,16 @@ class RLPipeline(GroupRules, TrainingLoop):
         full, taken = self.config.groups_per_step, len(self.taken.admission.taken)
         drawn = plan_optimizer_steps(
             len(samples),
-            max(1, self.config.optimizer_steps_per_epoch * taken // full),
+            max(1, self.steps_per_epoch * taken // full),
             self.config.ppo_epochs,
             seed=derive_seed(self.config.seed, "minibatches", step),
         )
         return [samples[numbers].flatten() for numbers in drawn]
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole batch for each pass over it."""
+        return self.config.optimizer_steps_per_epoch
 
     def rows_with_old_logprobs(self, batch: Batch, steps: list[Tensor]) -> Tensor:
         """int64: the rows that the actor scores before the update; in the others the old policy is the current one."""
@@ -205,7 +212,10 @@ class RLPipeline(GroupRules, TrainingLoop):
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
         """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
-        policy_batch, metrics = select_for_policy(batch, self.parts, derive_seed(self.config.seed, "selection", step))
+        policy_batch, metrics = batch, Metrics()
+        if self.parts.selects:
+            seed = derive_seed(self.config.seed, "selection", step)
+            policy_batch, metrics = select_for_policy(batch, self.parts, seed)
         # Masks may leave nothing of a step, e.g. when its groups are solved: that is no failed step.
         policy_steps = steps_with_tokens(policy_batch, steps) if step > self.config.critic_warmup else []
         if self.config.kl_loss_target is not None:

@@ -35,8 +35,7 @@ from roll.rollout.metrics import mean, rollout_metrics, sampled_tokens, spread_m
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory, figures_of, hold_episodes, kept_steps, step_folder
 from roll.tracking.display import NOTED
-from roll.tracking.files import to_json, write_atomic
-from roll.tracking.run import TOKENS, TRAINED, RunFolder
+from roll.tracking.run import TOKENS, TRAINED, RunFolder, to_json, write_atomic
 from roll.tracking.trackers import AnswerRow
 from roll.utils.registry import import_path
 

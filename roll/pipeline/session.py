@@ -18,11 +18,10 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.resuming import Change, Record, Rows, compare
 from roll.pipeline.profiling import PhaseTimer, Span, host_memory
 from roll.report.render import render_index
-from roll.tracking.checkpointer import Checkpointer, PostSaveHook
+from roll.tracking.checkpointer import Checkpointer, CheckpointError, PostSaveHook
 from roll.tracking.display import Display, closing_line
-from roll.tracking.files import CheckpointError, write_atomic
 from roll.tracking.redact import redact
-from roll.tracking.run import RunFolder, software_versions
+from roll.tracking.run import RunFolder, software_versions, write_atomic
 from roll.tracking.trackers import AnswerRow, MultiTracker, TrackerContext
 from roll.utils.foreign import Fault
 from roll.utils.progress import advance
@@ -222,7 +221,8 @@ class RunSession:
             What was reported: the metrics, and those of the checkpoints' hook and of the machine's memory.
         """
         self.summary["steps"] = step
-        metrics = {**metrics, **self.checkpointer.hook.metrics(), **self._memory()}
+        hook = self.checkpointer.hook
+        metrics = {**metrics, **(hook.metrics() if hook.runs else {}), **self._memory()}
         (self.folder.log_evaluation if self.config.eval_only else self.folder.log_metrics)(step, metrics)
         due = step % self.config.logging_steps == 0 or step == self.config.max_steps
         if self._tracker is not None and (due or any(name.startswith("eval/") for name in metrics)):

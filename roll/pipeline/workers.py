@@ -43,7 +43,8 @@ if TYPE_CHECKING:
         StrategyContext,
         TrainStrategy,
     )
-    from roll.distributed.weights.contents import Message, Payload, Reply, WeightBucket
+    from roll.distributed.weights.buckets import WeightBucket
+    from roll.distributed.weights.messages import Message, Payload, Reply
     from roll.distributed.weights.sender import Link, TransferRequest, TransferResult, WeightSender
     from roll.utils.hashing import WrittenFile
 

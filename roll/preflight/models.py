@@ -39,8 +39,7 @@ from roll.models.tokenizer import (
     special_ids_beyond,
 )
 from roll.models.weight_files import INDEX, SINGLE, no_weights, other_weights, shown
-from roll.tracking.checkpointer import find_saved
-from roll.tracking.files import CheckpointError
+from roll.tracking.checkpointer import CheckpointError, find_saved
 from roll.utils.registry import extra, import_path
 
 GENERATION_FILE = "generation_config.json"

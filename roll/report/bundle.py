@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll.tracking.files import read_json_lines
 from roll.tracking.redact import redact_text
-from roll.tracking.run import software_versions
+from roll.tracking.run import read_json_lines, software_versions
 
 MOST_BYTES = 20 * 10**6
 _MOST_OF_A_FILE = 2 * 10**6

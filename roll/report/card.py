@@ -15,8 +15,8 @@ from roll.configs.resuming import Effect, effect_of
 from roll.configs.schema import settings_of
 from roll.report.sections import evaluations
 from roll.tracking.display import what_was_learned
-from roll.tracking.files import read_json_lines
 from roll.tracking.redact import redact, redact_text
+from roll.tracking.run import read_json_lines
 
 BASE_CARD = "BASE_README.md"
 """The card of the model that the run started from, beside the new one."""

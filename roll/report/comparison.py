@@ -22,7 +22,7 @@ from roll.report.parting import partings
 from roll.report.record import held_out
 from roll.report.sections import numbers
 from roll.tracking.display import difference_interval, share_interval
-from roll.tracking.files import read_json_lines
+from roll.tracking.run import read_json_lines
 
 _KERNELS = re.compile(r"(^|\.)system_envs\.(ATEN_CPU_CAPABILITY|MKL_\w+|OMP_NUM_THREADS)$")
 """Keys that choose among kernels, which compute the same."""

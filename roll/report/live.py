@@ -24,8 +24,7 @@ from roll.report.diagnosis import Diagnosis, diagnose
 from roll.report.record import RunRecord
 from roll.report.sections import evaluations, numbers
 from roll.tracking.display import duration, plain_text, sparkline
-from roll.tracking.files import read_json_lines
-from roll.tracking.run import PHASE, TRAINED, is_claimed
+from roll.tracking.run import PHASE, TRAINED, is_claimed, read_json_lines
 
 _CURVES = (
     ("reward", "rollout/reward"),

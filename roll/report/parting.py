@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.rollout.types import Collected, kept_steps
-from roll.tracking.files import read_json_lines
-from roll.tracking.run import TRAINED
+from roll.tracking.run import TRAINED, read_json_lines
 
 if TYPE_CHECKING:
     from torch import Tensor

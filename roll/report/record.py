@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from roll.configs.algorithm import ADV_ESTIMATORS
-from roll.tracking.files import read_json_lines
-from roll.tracking.run import TOKENS, TRAINED
+from roll.tracking.run import TOKENS, TRAINED, read_json_lines
 
 _SAMPLED, _EPISODES = "rollout/", "/episodes"
 _MARK = re.compile(r"<\|[^|<>\n]{2,40}\|>|</?[a-z]+_of_[a-z]+>|\[/?INST\]|<｜[^｜<>\n]{2,40}｜>")

@@ -23,7 +23,7 @@ from roll.report import sections
 from roll.report.curve import learning_curve_svg, round_above
 from roll.report.gif import render_episode_gif
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory
-from roll.tracking.files import read_json_lines, to_json, write_atomic
+from roll.tracking.run import read_json_lines, to_json, write_atomic
 
 MAX_SHOWN = 20_000
 """Characters of one text on a page: a browser shows them at once, and nobody reads more."""

@@ -17,8 +17,7 @@ from roll.report.curve import chart_svg, stacked_svg, timeline_svg
 from roll.report.diagnosis import diagnose
 from roll.report.record import RunRecord, held_out
 from roll.tracking.display import share_interval
-from roll.tracking.files import read_json_lines
-from roll.tracking.run import TIMELINE, TOKENS, TRAINED
+from roll.tracking.run import TIMELINE, TOKENS, TRAINED, read_json_lines
 
 Metrics = Sequence[Mapping[str, Any]]
 T = TypeVar("T")

@@ -32,8 +32,7 @@ from roll.rewards.scorer import best_reward
 from roll.rollout.metrics import REPETITIONS, kept_metrics, overlap_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import OVER_BUDGET, VALID_UNKNOWN, Collected, Turn, kept_steps, step_folder
-from roll.tracking.files import read_json_lines
-from roll.tracking.run import TRAINED
+from roll.tracking.run import TRAINED, read_json_lines
 from roll.utils.hashing import derive_seed
 
 Records = Sequence[Mapping[str, Any]]

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 from roll.distributed.cluster.cluster import Cluster, RayBlock, on_lost_nodes
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
-from roll.distributed.cluster.hangs import waiting
 from roll.rollout.admission import Admission
 from roll.rollout.plans import GroupSpec, RolloutPlan
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.types import Collected, RolloutGroup
 from roll.rollout.workers import GroupCalls
-from roll.utils.progress import advance
+from roll.utils.progress import advance, waiting
 
 logger = logging.getLogger(__name__)
 

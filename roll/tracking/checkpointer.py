@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,21 +31,20 @@ import numpy as np
 
 from roll.configs.pipeline import SMOLLM2
 from roll.models.tokenizer import locate_model
-from roll.tracking.files import (
-    MANIFEST_FILE,
-    CheckpointError,
-    find_damage,
-    read_manifest,
-    sync_folder,
-    to_plain,
-    write_manifest,
-)
+from roll.tracking.run import to_plain
 from roll.utils.children import ending
-from roll.utils.hashing import WrittenFile
+from roll.utils.hashing import WrittenFile, checksum_of
 from roll.utils.progress import advance
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
+
+
+MANIFEST_FILE = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or the requested one cannot be used."""
 
 
 FOLDER_VARIABLE, STEP_VARIABLE = "ROLL_CHECKPOINT", "ROLL_STEP"
@@ -75,9 +74,8 @@ class PostSaveHook:
         """Of the last run, as ``subprocess`` has it; ``None`` where it could not be started."""
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far; none before the first run."""
-        counts = {"checkpoint/hook_runs": float(self.runs), "checkpoint/hook_failures": float(self.failures)}
-        return counts if self.runs else {}
+        """Counts so far."""
+        return {"checkpoint/hook_runs": float(self.runs), "checkpoint/hook_failures": float(self.failures)}
 
     def run(self, checkpoint: Path, step: int) -> str | None:
         """Runs it and waits for its end.
@@ -491,3 +489,106 @@ def _newest(run: Path) -> Path:
 def _run_of(checkpoint: Path) -> Path | None:
     run = checkpoint.resolve().parent.parent
     return run if (run / CONFIG_FILE).is_file() else None
+
+
+# --- the manifest of a folder's checksums
+
+
+def find_damage(path: Path) -> str | None:
+    """Reason why ``path`` is not a whole checkpoint, or None when every file matches the manifest."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return str(error)
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    sized = []
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != expected["size"]:
+            return f"{name} has {size} bytes, expected {expected['size']}"
+        sized.append(file)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        checksums = list(pool.map(checksum_of, sized))
+    for file, checksum in zip(sized, checksums, strict=True):
+        name = file.relative_to(path).as_posix()
+        if checksum != files[name]["xxh3"]:
+            return f"{name} has checksum {checksum}, expected {files[name]['xxh3']}"
+        if file.suffix == ".safetensors" and (problem := _safetensors_problem(file)):
+            return f"{name} {problem}"
+    return None
+
+
+def write_manifest(folder: Path, step: int, saved_at: float, written: Iterable[WrittenFile]) -> None:
+    """Lists every file once all are on disk; the manifest is the last file to appear.
+
+    Args:
+        written: files that are on disk already, with their checksums; the others are read.
+    """
+    known = {file.path: file for file in written}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {}
+    for path in paths:
+        name = path.relative_to(folder).as_posix()
+        if name not in known:
+            _sync_file(path)
+            known[name] = WrittenFile(name, path.stat().st_size, checksum_of(path))
+        entries[name] = {"size": known[name].size, "xxh3": known[name].checksum}
+    for name, file in known.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != file.size:
+            raise CheckpointError(f"checkpoint-{step}: {name} has {size} bytes, {file.size} were written")
+        if name.endswith(".safetensors") and (problem := _safetensors_problem(folder / name)):
+            raise CheckpointError(f"checkpoint-{step}: {name} {problem}")
+    manifest = {"step": step, "saved_at": saved_at, "files": entries}
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _sync_file(folder / MANIFEST_FILE)
+    for sub in {path.parent for path in paths} | {folder}:
+        sync_folder(sub)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST_FILE
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"it has no {MANIFEST_FILE} (half-written, or not a checkpoint of this library)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"its {MANIFEST_FILE} cannot be read ({error})") from error
+    if not isinstance(manifest, dict) or not {"step", "saved_at", "files"} <= manifest.keys():
+        raise CheckpointError(f"its {MANIFEST_FILE} lacks step, saved_at or files")
+    if any("xxh3" not in entry for entry in manifest["files"].values()):
+        raise CheckpointError("it is of an earlier version, whose model folders also held what resumes a run")
+    return manifest
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    """A safetensors file announces its own length (8 bytes of header size, a JSON header, the data)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_size > size - 8:
+            return f"is cut off inside its header ({size} bytes)"
+        try:
+            header = json.loads(file.read(header_size))
+        except ValueError as error:
+            return f"has an unreadable header ({error})"
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + header_size + max(ends, default=0)
+    return None if size == expected else f"has {size} bytes, its header announces {expected}"
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

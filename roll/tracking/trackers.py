@@ -20,9 +20,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from roll.tracking.files import to_plain
 from roll.tracking.redact import redact
-from roll.tracking.run import RunFolder
+from roll.tracking.run import RunFolder, to_plain
 from roll.utils.foreign import Fault
 from roll.utils.registry import Registry
 

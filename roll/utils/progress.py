@@ -1,4 +1,4 @@
-"""How much work a process has done: a number that others on its node can read, whatever the process is stuck in.
+"""How much work a process has done, as a number that others on its node can read, and what it waits for.
 
 Only that it grows has a meaning: by tokens, micro-batches, steps of environments, tensors and bytes that were read.
 Its clock tells when it worked and when it waited.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -171,3 +172,40 @@ def _joined(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[floa
         else:
             found.append((begin, end))
     return found
+
+
+_waits: dict[int, Callable[[], str]] = {}
+"""By thread."""
+_errors: list[Exception] = []
+"""For those who wait in vain."""
+
+
+@contextmanager
+def waiting(words: Callable[[], str]) -> Iterator[None]:
+    """Within the block, this thread of the driver waits for what the words say."""
+    thread = threading.get_ident()
+    before = _waits.get(thread)
+    _waits[thread] = words
+    try:
+        yield
+    finally:
+        if before is None:
+            del _waits[thread]
+        else:
+            _waits[thread] = before
+
+
+def what_waits() -> list[str]:
+    """What the threads of this process wait for, in words."""
+    return [words() for words in list(_waits.values())]
+
+
+def end_waits(error: Exception) -> None:
+    """Has ``raise_if_stalled`` raise this: nothing moves."""
+    _errors.append(error)
+
+
+def raise_if_stalled() -> None:
+    """Raises what ``end_waits`` was given, once: afterwards the run may save what it has."""
+    if _errors:
+        raise _errors.pop()

@@ -21,13 +21,13 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States
 from roll.distributed.weights.buckets import (
+    WeightBucket,
     WeightChecksumError,
     WeightMismatchError,
     host_bytes,
     pack_buckets,
     packing_into,
 )
-from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.segments import SegmentPool, SegmentReader
 from roll.models.tiny import make_tokenizer
 from tests.support.contract import (

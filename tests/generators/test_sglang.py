@@ -21,7 +21,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.probe import find_causes, other_prompt
 from roll.utils.foreign import replaced

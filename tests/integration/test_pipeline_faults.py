@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roll.tracking.files import find_damage
+from roll.tracking.checkpointer import find_damage
 from tests.integration.conftest import Run, assert_same_tensors
 
 

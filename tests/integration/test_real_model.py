@@ -9,7 +9,7 @@ import pytest
 
 from roll.extras.smollm2 import INSTALL
 from roll.models.tokenizer import load_tokenizer, locate_model, model_folder
-from roll.tracking.files import read_json_lines
+from roll.tracking.run import read_json_lines
 from tests.integration.conftest import ROOT
 
 pytestmark = [

@@ -15,7 +15,7 @@ from roll.__main__ import main as roll
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.report.parting import MEASURED
 from roll.rewards.types import Sample
-from roll.tracking.files import find_damage
+from roll.tracking.checkpointer import find_damage
 from tests.integration.conftest import AUTHENTICATED, ROOT, RayCluster, Run, assert_same_tensors, position, rows, write
 from tests.support.resuming import stop_and_resume
 from tests.support.scoring import Brief, Letters

@@ -24,8 +24,8 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, WorkerSlot, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
-from roll.distributed.weights.buckets import unpack_bucket
-from roll.distributed.weights.contents import BucketMessage, Close, Message, Reply, WeightBucket, WeightTransferError
+from roll.distributed.weights.buckets import WeightBucket, unpack_bucket
+from roll.distributed.weights.messages import BucketMessage, Close, Message, Reply, WeightTransferError
 from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec

@@ -30,7 +30,7 @@ from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
-from roll.distributed.weights.buckets import WeightUpdate
+from roll.distributed.weights.receiver import WeightUpdate
 from roll.models.loading import load_causal_lm
 from roll.models.lora import PREFIX, matrix_shapes
 from roll.models.pictures import FAMILIES, VIDEO_FAMILIES, tower_of

@@ -18,8 +18,7 @@ from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.weights.buckets import pack_buckets
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket, pack_buckets
 from roll.models.tiny import make_tiny_model
 from tests.support.harness import TEMPERATURE, Layout, make_context, policy_loss, record
 from tests.support.ranks import enter_rank, start_ranks, unpacked

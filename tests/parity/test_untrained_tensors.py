@@ -16,7 +16,7 @@ from roll.configs.engines import packages
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.merging import Export, export_folder
-from roll.distributed.weights.buckets import WeightUpdate
+from roll.distributed.weights.receiver import WeightUpdate
 from roll.models.loading import load_causal_lm
 from tests.support.harness import ADAPTER, TEMPERATURE, Layout, make_batch, make_context, make_model, policy_loss
 from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks

@@ -25,8 +25,7 @@ from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
-from roll.distributed.weights.buckets import pack_buckets
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket, pack_buckets
 from roll.models.loading import to_hf_weights
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer

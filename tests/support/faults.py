@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from roll.data.batch import Batch
     from roll.data.requests import GenerateRequest
     from roll.distributed.strategy.base import Metrics, States
-    from roll.distributed.weights.contents import Message, Payload, Reply, WeightBucket
+    from roll.distributed.weights.buckets import WeightBucket
+    from roll.distributed.weights.messages import Message, Payload, Reply
     from roll.distributed.weights.sender import Link
     from roll.utils.hashing import WrittenFile
 
@@ -109,7 +110,7 @@ class GatedInferWorker(InferWorker):
         gate(f"{self.role}-{self.rank}-ready")
 
     async def receive_weights(self, message: Message, link: Link) -> Reply:
-        from roll.distributed.weights.contents import BucketMessage, Open
+        from roll.distributed.weights.messages import BucketMessage, Open
 
         match message:
             case Open():
@@ -145,7 +146,7 @@ class FragileInferWorker(GatedInferWorker):
     """With ``die-partial`` it dies once as new weights come to requests in flight: it holds partial answers."""
 
     async def receive_weights(self, message: Message, link: Link) -> Reply:
-        from roll.distributed.weights.contents import Open
+        from roll.distributed.weights.messages import Open
 
         if isinstance(message, Open) and message.version > 0 and self.strategy.stats()["in_flight"]:
             arrive("partial")

@@ -22,8 +22,7 @@ from torch import Tensor
 from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training import tensor_files
 from roll.distributed.strategy.training.exchange import ShardLayout, gather, weight_shard, world_size
-from roll.distributed.weights.buckets import unpack_bucket
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket, unpack_bucket
 
 IMPORTED = [
     "torch.distributed.fsdp",

@@ -30,13 +30,13 @@ from roll.distributed.cluster.errors import (
     StoreFullError,
     WorkerDiedError,
 )
-from roll.distributed.cluster.hangs import Whereabouts, raise_if_stalled, waiting, waiting_tasks, write_stacks_on_signal
+from roll.distributed.cluster.hangs import Whereabouts, waiting_tasks, write_stacks_on_signal
 from roll.distributed.cluster.ray_session import store_state
 from roll.distributed.cluster.reaper import MARK
 from roll.distributed.cluster.recording import Recording, RecordingOptions
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, WorkerSlot, nodes_from_resources
 from roll.utils.memory import keep_freed_memory, resident_bytes
-from roll.utils.progress import WorkClock, advance
+from roll.utils.progress import WorkClock, advance, raise_if_stalled, waiting
 from roll.utils.registry import load_inherited_plugins
 from roll.utils.signals import outlive
 

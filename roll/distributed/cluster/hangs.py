@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.distributed.cluster.errors import RpcTimeoutError, StallError
 from roll.utils.foreign import Fault
-from roll.utils.progress import descendants, open_file, work_of
+from roll.utils.progress import descendants, end_waits, open_file, what_waits, work_of
 
 if TYPE_CHECKING:
     from roll.distributed.cluster.cluster import Cluster
@@ -167,23 +167,6 @@ def _state(pid: int) -> str:
 
 # --- what waits for what
 
-_waits: dict[int, Callable[[], str]] = {}
-
-
-@contextmanager
-def waiting(words: Callable[[], str]) -> Iterator[None]:
-    """Within the block, this thread of the driver waits for what the words say."""
-    thread = threading.get_ident()
-    before = _waits.get(thread)
-    _waits[thread] = words
-    try:
-        yield
-    finally:
-        if before is None:
-            del _waits[thread]
-        else:
-            _waits[thread] = before
-
 
 def waiting_tasks() -> list[str]:
     """Where in our code the tasks of the running event loop wait: how many, and the first of those with a name."""
@@ -269,7 +252,7 @@ def write_report(clusters: Mapping[str, Cluster], path: Path, why: str) -> str:
             for name, cluster in clusters.items()
             for rank, process in cluster.whereabouts.items()
         ]
-        waits = "; ".join(words() for words in list(_waits.values())) or "nothing that it can name"
+        waits = "; ".join(what_waits()) or "nothing that it can name"
         texts = stacks_of([process for _, process in workers])
         tasks = _tasks_of(clusters)
         parts = [
@@ -348,19 +331,6 @@ def _aside(clusters: Mapping[str, Cluster], path: Path) -> None:
     threading.Thread(target=write_report, args=(clusters, path, "requested by SIGUSR1"), daemon=True).start()
 
 
-_stalled: list[StallError] = []
-
-
-def raise_if_stalled() -> None:
-    """Raises what a watch has found, once: afterwards the run may save what it has.
-
-    Raises:
-        StallError: nothing moves.
-    """
-    if _stalled:
-        raise _stalled.pop()
-
-
 class StallWatch:
     """Stops a run in which no process has done any work for a while; a context manager.
 
@@ -415,7 +385,7 @@ class StallWatch:
                 if stopping:
                     logger.critical("the run hangs while it stops: %s", error)
                     os._exit(1)
-                _stalled.append(error)  # where a stop is put off until a call is over
+                end_waits(error)  # where a stop is put off until a call is over
                 self._stop(error)
                 stopping, quiet = True, 0.0
 

@@ -280,9 +280,10 @@ _VITAL = {"gcs_server": "head", "raylet": "node"}
 
 
 def _watch_daemons(tell: Callable[[RaySessionError], None], over: threading.Event) -> None:
+    vital = [process for name, process in _daemons().items() if name in _VITAL]
     while not over.wait(_WATCH_S):
-        if dead := dead_daemons():
-            words = " and ".join(f"{_VITAL[name]} process ({name})" for name in dead)
+        if {None, *map(subprocess.Popen.poll, vital)} != {None}:
+            words = " and ".join(f"{_VITAL[name]} process ({name})" for name in dead_daemons())
             tell(RaySessionError(f"Ray's {words} ended: killed, or out of memory; expected it to outlive the run"))
             return
 

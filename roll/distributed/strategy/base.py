@@ -20,7 +20,7 @@ from roll.configs.worker import ReplayMode
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket
 from roll.models.lora import LoraSpec
 from roll.utils.hashing import WrittenFile
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roll.distributed.weights.contents import WeightBucket, dtype_name
+from roll.distributed.weights.buckets import WeightBucket, dtype_name
 from roll.utils.foreign import replaced
 
 if TYPE_CHECKING:

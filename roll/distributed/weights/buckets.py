@@ -1,28 +1,182 @@
-"""Weights on their way from a trainer to an engine: packed into flat buckets, checked, matched to a model's parameters.
+"""Weights in flat buckets: where each tensor lies, packing and checks.
 
 The names are Hugging Face's. A bucket is plain bytes, so any dtype crosses any transport bit for bit. How buckets
-travel is the business of ``roll.distributed.weights``; strategies see only what is here.
+travel is the business of the other modules here.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
-from roll.models.loading import checkpoint_shapes, to_hf_weights
-from roll.utils.memory import paused_collector
+from roll.distributed.weights.segments import SharedMemory
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model computes the same with views of a bucket
+
+Contents: TypeAlias = Sequence[tuple[str, str, Sequence[int], int]]
+"""(name, dtype name, shape, offset in bytes) of tensors in a block of bytes: plain, for any message format."""
+
+Layout: TypeAlias = Sequence[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int, int]]
+"""The same with what a view needs: name, dtype, shape, strides, first element, and the byte at which it ends."""
+
+
+@dataclass(frozen=True)
+class BucketOutline:
+    """Tensors of a bucket without their values: the same in every update of a run."""
+
+    names: tuple[str, ...]
+    """Hugging Face's."""
+    dtypes: tuple[str, ...]
+    """torch dtype names without the prefix, e.g. ``float32``."""
+    shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def contents(self) -> Contents:
+        """Places of the tensors, in their order, each aligned to ``ALIGNMENT``.
+
+        Raises:
+            ValueError: a dtype that torch does not have.
+        """
+        found, offset = [], 0
+        for name, dtype_name, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            found.append((name, dtype_name, shape, offset))
+            offset += aligned(_form(dtype_name, shape).num_bytes)
+        return found
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Length of the bucket."""
+        if not self.contents:
+            return 0
+        _, dtype_name, shape, offset = self.contents[-1]
+        return offset + aligned(_form(dtype_name, tuple(shape)).num_bytes)
+
+    def views(self, block: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of a bucket, as ``views``."""
+        return _cut(block, self._layout)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return _layout(self.contents)
+
+    @cached_property
+    def key(self) -> str:
+        """A digest that stands for the outline in messages."""
+        told = repr((self.names, self.dtypes, self.shapes)).encode()
+        return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some of a model's weights in one flat buffer, under Hugging Face names."""
+
+    outline: BucketOutline
+    data: np.ndarray | Tensor
+    """uint8 [num_bytes], the tensors end to end: an array in host memory, or a tensor on a GPU."""
+    checksum: int | None = None
+    """``checksum`` of ``data``, which the receiver compares; ``None`` in an update that is not checked."""
+    checked: bool = False
+    """This process has compared the checksum."""
+    place: SharedMemory | None = None
+    """Shared memory in which other processes of this machine find ``data``, as long as something here refers to it."""
+
+
+class Described(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def outline_of(tensors: Iterable[tuple[str, Described]]) -> BucketOutline:
+    """The outline of a bucket with these tensors."""
+    described = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
+    names, dtypes, shapes = zip(*described, strict=True) if described else ((), (), ())
+    return BucketOutline(names, dtypes, shapes)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def renamed(contents: Contents, names: Mapping[str, str]) -> Contents:
+    """Entries of a bucket that are wanted, under their new names.
+
+    Args:
+        names: the tensors that are wanted, and their new names.
+    """
+    return [(names[name], dtype, shape, offset) for name, dtype, shape, offset in contents if name in names]
+
+
+def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, without a copy.
+
+    Args:
+        block: uint8 [num_bytes].
+
+    Raises:
+        ValueError: a dtype that torch does not have, or a tensor that ends behind the block.
+    """
+    return _cut(block, _layout(wanted))
+
+
+def _layout(contents: Contents) -> Layout:
+    found = []
+    for name, dtype_name, shape, offset in contents:
+        form = _form(dtype_name, tuple(shape))
+        start, end = offset // form.dtype.itemsize, offset + form.num_bytes
+        found.append((name, form.dtype, form.shape, form.strides, start, end))
+    return found
+
+
+def _cut(block: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    typed: dict[torch.dtype, tuple[Tensor, int]] = {}
+    num_bytes = len(block)
+    for name, dtype, shape, strides, start, end in layout:
+        if end > num_bytes:
+            raise ValueError(f"weight bucket: {name} ends at byte {end}, the data has {num_bytes}")
+        if dtype not in typed:
+            numbers = block[: num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            typed[dtype] = numbers, int(numbers.storage_offset())
+        numbers, base = typed[dtype]
+        yield name, numbers.as_strided(shape, strides, base + start)
+
+
+class _Form(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    num_bytes: int
+
+
+@functools.cache
+def _form(dtype_name: str, shape: tuple[int, ...]) -> _Form:
+    """Form of a view of a whole tensor; a model has many tensors, but few forms."""
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"weight bucket: dtype {dtype_name!r}, expected the name of a torch dtype")
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return _Form(dtype, shape, strides, math.prod(shape) * dtype.itemsize)
 
 
 _WORD = 8  # bytes that the checksum takes for one number
@@ -171,89 +325,6 @@ def host_bytes(bucket: WeightBucket) -> np.ndarray:
     return bucket.data if isinstance(bucket.data, np.ndarray) else bucket.data.cpu().numpy()
 
 
-class WeightUpdate:
-    """The way of a model's weights from tensors of certain names and shapes: found once, then used for every update.
-
-    Checkpoint names and shapes are not always the model's own (transformers fuses the experts of a layer into one
-    parameter, for example); its own conversion table says which elements go where.
-
-    Args:
-        model: the receiver, unchanged until ``apply``.
-        tensors: all parameters by Hugging Face name; tied weights under one of their names, or under several that
-            agree. Buffers are optional.
-
-    Raises:
-        WeightMismatchError: unknown or missing names, wrong shapes, tied names that differ; all are listed.
-    """
-
-    @paused_collector()
-    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        self._model = model
-        self._problems: list[str] = []
-        own = dict(model.named_parameters(remove_duplicate=False))
-        self.parts = checkpoint_shapes(model, own)
-        """For each parameter, the tensors of a checkpoint that make it up."""
-        twins: dict[int, list[str]] = {}
-        for name, parameter in own.items():
-            twins.setdefault(id(parameter), []).append(name)
-        self._sources = {names[0]: self._source(names, tensors) for names in twins.values()}
-        buffers = {name: buffer.shape for name, buffer in model.named_buffers()}
-        self._buffers = [name for name in buffers if name in tensors]
-        self._check_shapes(tensors, buffers)
-        if self._problems:
-            shown, rest = self._problems[:8], len(self._problems) - 8
-            more = f"; and {rest} more" if rest > 0 else ""
-            raise WeightMismatchError(f"weight update refused, the old weights stay: {'; '.join(shown)}{more}")
-
-    @torch.no_grad()
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Gives the parameters their new values, across dtypes and devices.
-
-        Where neither changes, the tensors themselves become the model's, without a copy: they must stay as they are
-        for as long as the model has them, and nothing may write to the model's parameters in place.
-
-        Args:
-            tensors: of the same names and shapes.
-        """
-        targets = dict(self._model.named_parameters())
-        for name, source in self._sources.items():
-            target = targets[name]
-            if list(source) == [name] and self.parts[name][name] == target.shape:
-                target.data = tensors[source[name]].to(target.device, target.dtype)
-                continue
-            # Converting the element numbers shows where every element of every part belongs.
-            numbers = torch.arange(target.numel(), device=target.device).view(target.shape)
-            whole = torch.empty_like(target)
-            for part, index in to_hf_weights(self._model, name, numbers).items():
-                values = tensors[source[part]].to(target.device, target.dtype)
-                whole.view(-1).index_copy_(0, index.reshape(-1), values.reshape(-1))
-            target.data = whole
-        buffers = dict(self._model.named_buffers()) if self._buffers else {}
-        for name in self._buffers:
-            buffers[name].copy_(tensors[name])
-
-    def _source(self, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Names of the tensors that make up one parameter, given the names it goes by (several when tied)."""
-        complete = [name for name in names if all(part in tensors for part in self.parts[name])]
-        if not complete:
-            self._problems += [f"missing name {part}" for part in self.parts[names[0]] if part not in tensors]
-            return {}
-        sources = [list(self.parts[name]) for name in complete]
-        for name, source in zip(complete[1:], sources[1:], strict=True):
-            if not all(tensors[a].equal(tensors[b]) for a, b in zip(sources[0], source, strict=True)):
-                self._problems.append(f"{name} is tied to {complete[0]} in this model, but came with other values")
-        # Under the model's own name of the parameter, whichever of its twins' names the values come by.
-        return dict(zip(self.parts[names[0]], sources[0], strict=True))
-
-    def _check_shapes(self, tensors: Mapping[str, Tensor], buffers: Mapping[str, torch.Size]) -> None:
-        expected = {part: shape for group in self.parts.values() for part, shape in group.items()} | dict(buffers)
-        for name, tensor in tensors.items():
-            if (shape := expected.get(name)) is None:
-                self._problems.append(f"unknown name {name}")
-            elif tensor.shape != shape:
-                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-
-
 def _groups(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     group: list[tuple[str, Tensor]] = []
     size = 0
@@ -278,3 +349,16 @@ def as_tensor(data: np.ndarray | Tensor) -> Tensor:
         # Arrays in shared memory are read-only; the receiver only copies from the views.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)
+
+
+class UpdateDigest:
+    """Names, shapes, dtypes and checksums of all buckets in their order: equal on both ends, or something is lost."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, bucket: WeightBucket) -> None:
+        self._hash.update(repr((bucket.outline.key, bucket.checksum)).encode())
+
+    def hex(self) -> str:
+        return self._hash.hexdigest()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.distributed.weights.contents import Invitation
+from roll.distributed.weights.messages import Invitation
 
 _POLL_S = 0.0005
 _CHECK_S = 0.5

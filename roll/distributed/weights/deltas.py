@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from roll.distributed.weights.contents import BucketOutline
+from roll.distributed.weights.buckets import BucketOutline
 
 _PIECE = 1 << 24  # bytes, a multiple of every element's size
 _FAR = 255  # the longest step

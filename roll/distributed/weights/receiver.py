@@ -1,4 +1,4 @@
-"""The receiving end of an update: takes buckets, checks all of them if there is room, and feeds the engine."""
+"""The receiving end of an update: takes buckets, checks all of them if there is room, feeds the engine or a model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from roll.distributed.weights.buckets import WeightMismatchError, as_tensor, host_bytes, unpack_bucket, verify
+from roll.distributed.weights.buckets import (
+    BucketOutline,
+    UpdateDigest,
+    WeightBucket,
+    WeightMismatchError,
+    as_tensor,
+    host_bytes,
+    unpack_bucket,
+    verify,
+)
 from roll.distributed.weights.collective import BroadcastGroup, join
-from roll.distributed.weights.contents import (
+from roll.distributed.weights.deltas import apply_delta, delta_bytes
+from roll.distributed.weights.messages import (
     Broadcast,
     BucketMessage,
-    BucketOutline,
     Close,
     DeviceMemory,
     Join,
@@ -27,14 +36,15 @@ from roll.distributed.weights.contents import (
     Open,
     Payload,
     Reply,
-    UpdateDigest,
-    WeightBucket,
 )
-from roll.distributed.weights.deltas import apply_delta, delta_bytes
 from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory, open_on_gpu
 from roll.distributed.weights.sender import Link, Route
+from roll.models.loading import checkpoint_shapes, to_hf_weights
 from roll.utils.memory import paused_collector
 from roll.utils.progress import advance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Load = Callable[[Payload, AsyncIterator[WeightBucket], int], Awaitable[None]]
 """Puts an update of some version into an engine."""
@@ -371,3 +381,86 @@ def _take(bucket: WeightBucket) -> WeightBucket:
         verify(bucket)
     # The device has no room for a second model.
     return dataclasses.replace(bucket, data=host_bytes(bucket), checked=True)
+
+
+class WeightUpdate:
+    """The way of a model's weights from tensors of certain names and shapes: found once, then used for every update.
+
+    Checkpoint names and shapes are not always the model's own (transformers fuses the experts of a layer into one
+    parameter, for example); its own conversion table says which elements go where.
+
+    Args:
+        model: the receiver, unchanged until ``apply``.
+        tensors: all parameters by Hugging Face name; tied weights under one of their names, or under several that
+            agree. Buffers are optional.
+
+    Raises:
+        WeightMismatchError: unknown or missing names, wrong shapes, tied names that differ; all are listed.
+    """
+
+    @paused_collector()
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._problems: list[str] = []
+        own = dict(model.named_parameters(remove_duplicate=False))
+        self.parts = checkpoint_shapes(model, own)
+        """For each parameter, the tensors of a checkpoint that make it up."""
+        twins: dict[int, list[str]] = {}
+        for name, parameter in own.items():
+            twins.setdefault(id(parameter), []).append(name)
+        self._sources = {names[0]: self._source(names, tensors) for names in twins.values()}
+        buffers = {name: buffer.shape for name, buffer in model.named_buffers()}
+        self._buffers = [name for name in buffers if name in tensors]
+        self._check_shapes(tensors, buffers)
+        if self._problems:
+            shown, rest = self._problems[:8], len(self._problems) - 8
+            more = f"; and {rest} more" if rest > 0 else ""
+            raise WeightMismatchError(f"weight update refused, the old weights stay: {'; '.join(shown)}{more}")
+
+    @torch.no_grad()
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Gives the parameters their new values, across dtypes and devices.
+
+        Where neither changes, the tensors themselves become the model's, without a copy: they must stay as they are
+        for as long as the model has them, and nothing may write to the model's parameters in place.
+
+        Args:
+            tensors: of the same names and shapes.
+        """
+        targets = dict(self._model.named_parameters())
+        for name, source in self._sources.items():
+            target = targets[name]
+            if list(source) == [name] and self.parts[name][name] == target.shape:
+                target.data = tensors[source[name]].to(target.device, target.dtype)
+                continue
+            # Converting the element numbers shows where every element of every part belongs.
+            numbers = torch.arange(target.numel(), device=target.device).view(target.shape)
+            whole = torch.empty_like(target)
+            for part, index in to_hf_weights(self._model, name, numbers).items():
+                values = tensors[source[part]].to(target.device, target.dtype)
+                whole.view(-1).index_copy_(0, index.reshape(-1), values.reshape(-1))
+            target.data = whole
+        buffers = dict(self._model.named_buffers()) if self._buffers else {}
+        for name in self._buffers:
+            buffers[name].copy_(tensors[name])
+
+    def _source(self, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Names of the tensors that make up one parameter, given the names it goes by (several when tied)."""
+        complete = [name for name in names if all(part in tensors for part in self.parts[name])]
+        if not complete:
+            self._problems += [f"missing name {part}" for part in self.parts[names[0]] if part not in tensors]
+            return {}
+        sources = [list(self.parts[name]) for name in complete]
+        for name, source in zip(complete[1:], sources[1:], strict=True):
+            if not all(tensors[a].equal(tensors[b]) for a, b in zip(sources[0], source, strict=True)):
+                self._problems.append(f"{name} is tied to {complete[0]} in this model, but came with other values")
+        # Under the model's own name of the parameter, whichever of its twins' names the values come by.
+        return dict(zip(self.parts[names[0]], sources[0], strict=True))
+
+    def _check_shapes(self, tensors: Mapping[str, Tensor], buffers: Mapping[str, torch.Size]) -> None:
+        expected = {part: shape for group in self.parts.values() for part, shape in group.items()} | dict(buffers)
+        for name, tensor in tensors.items():
+            if (shape := expected.get(name)) is None:
+                self._problems.append(f"unknown name {name}")
+            elif tensor.shape != shape:
+                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")

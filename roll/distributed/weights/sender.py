@@ -17,12 +17,19 @@ from torch import Tensor
 from roll.distributed.cluster.cluster import death_reason
 from roll.distributed.cluster.errors import RpcTimeoutError
 from roll.distributed.cluster.resources import PlacementPlan, WorkerSlot
-from roll.distributed.weights.buckets import as_tensor, host_bytes, packing_into
+from roll.distributed.weights.buckets import (
+    BucketOutline,
+    UpdateDigest,
+    WeightBucket,
+    as_tensor,
+    host_bytes,
+    packing_into,
+)
 from roll.distributed.weights.collective import BroadcastGroup, invite
-from roll.distributed.weights.contents import (
+from roll.distributed.weights.deltas import delta_between
+from roll.distributed.weights.messages import (
     Broadcast,
     BucketMessage,
-    BucketOutline,
     Close,
     DeviceMemory,
     Join,
@@ -31,11 +38,8 @@ from roll.distributed.weights.contents import (
     Payload,
     Place,
     Reply,
-    UpdateDigest,
-    WeightBucket,
     WeightTransferError,
 )
-from roll.distributed.weights.deltas import delta_between
 from roll.distributed.weights.segments import Segment, SegmentPool, collect_on_gpu, plain_gpu_memory, share_on_gpu
 
 

@@ -11,7 +11,8 @@ import torch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.resources import PlacementPlan, WorkerSlot
-from roll.distributed.weights.contents import Payload, WeightTransferError, dtype_name
+from roll.distributed.weights.buckets import dtype_name
+from roll.distributed.weights.messages import Payload, WeightTransferError
 from roll.distributed.weights.sender import Link, Receiver, Route, TransferRequest, TransferResult, plan_routes
 
 logger = logging.getLogger(__name__)

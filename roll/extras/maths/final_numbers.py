@@ -89,13 +89,18 @@ def whole_number(text: str, question: str = "") -> Fraction | None:
     plain = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})+(?=[0-9]{3})", ",", text.translate(_SPELLINGS))
     plain = " ".join(_MARKS.sub(" ", plain.strip().rstrip(".!")).split()).rstrip(" .,;")
     plain = _CALCULATION.sub("", plain).strip()
-    forms = (_WHOLE.fullmatch(plain), _WHOLE.fullmatch(last_expression(plain) or ""))
-    said = next((form for form in forms if form and _names_unit(form["unit"], question)), None)
+    said = _amount(plain, question) or _amount(last_expression(plain) or "", question)
     if said is None:
         return None
     if re.search(_CURRENCY, said["amount"]) and re.match(r"\s*[mM]\b", said["unit"]):  # millions
         return None
     return _value(_NUMBER.fullmatch(said["amount"]))
+
+
+def _amount(text: str, question: str) -> re.Match[str] | None:
+    """A number and its unit, if the text is nothing else."""
+    said = _WHOLE.fullmatch(text)
+    return said if said and _names_unit(said["unit"], question) else None
 
 
 def _value(number: re.Match[str] | None) -> Fraction | None:
@@ -216,4 +221,5 @@ def _behind_hashes(text: str) -> str | None:
     """The first line behind the last ``####``, if nothing behind it takes it back."""
     _, mark, rest = text.rpartition("####")
     line, _, behind = rest.lstrip().partition("\n")
-    return None if not mark or denied("", behind.lstrip()) or corrected(behind) else line
+    taken_back = behind.strip() and (denied("", behind.lstrip()) or corrected(behind))
+    return None if not mark or taken_back else line

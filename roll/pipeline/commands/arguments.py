@@ -382,7 +382,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     from roll.pipeline.cli import EXIT_USAGE
     from roll.report.diagnosis import diagnose
     from roll.report.record import RunRecord
-    from roll.tracking.files import to_json
+    from roll.tracking.run import to_json
 
     try:
         found = diagnose(RunRecord.read(options.run.expanduser()))

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from roll.configs.worker import WorkerConfig
 from roll.pipeline.cli import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from roll.tracking.checkpointer import find_saved
-from roll.tracking.files import CheckpointError
+from roll.tracking.checkpointer import CheckpointError, find_saved
 
 if TYPE_CHECKING:
     from roll.data.columns import Item

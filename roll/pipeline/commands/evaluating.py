@@ -13,9 +13,9 @@ from roll.configs.compose import compose_config
 from roll.configs.problems import ConfigErrors
 from roll.pipeline.cli import EXIT_USAGE, perform, report
 from roll.pipeline.commands.progress import page
-from roll.tracking.checkpointer import CONFIG_FILE, Checkpointer, Saved, find_saved
-from roll.tracking.files import CheckpointError, read_json_lines
+from roll.tracking.checkpointer import CONFIG_FILE, Checkpointer, CheckpointError, Saved, find_saved
 from roll.tracking.redact import REDACTED
+from roll.tracking.run import read_json_lines
 
 
 def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], started: float) -> int:

@@ -13,8 +13,15 @@ from typing import Any
 import yaml
 
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from roll.tracking.checkpointer import CONFIG_FILE, POLICY, Checkpointer, Saved, find_saved
-from roll.tracking.files import CheckpointError, find_damage
+from roll.tracking.checkpointer import (
+    CONFIG_FILE,
+    POLICY,
+    Checkpointer,
+    CheckpointError,
+    Saved,
+    find_damage,
+    find_saved,
+)
 
 _CARD = "README.md"
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?)?B?", re.IGNORECASE)

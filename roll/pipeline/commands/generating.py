@@ -20,8 +20,8 @@ from roll.data.files import DataError, Problems, Row, Unreadable, find_files
 from roll.data.questions import Question, read_questions
 from roll.pipeline.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from roll.pipeline.commands.progress import progress
-from roll.tracking.checkpointer import find_saved
-from roll.tracking.files import CheckpointError, to_json, write_atomic
+from roll.tracking.checkpointer import CheckpointError, find_saved
+from roll.tracking.run import to_json, write_atomic
 from roll.utils.hashing import checksum_of
 from roll.utils.threads import in_order
 

@@ -16,8 +16,7 @@ from roll.pipeline.programs import program_of, schemas
 from roll.report.bundle import write_bundle
 from roll.report.comparison import Comparison, Run
 from roll.report.render import render_index, render_page
-from roll.tracking.files import write_atomic
-from roll.tracking.run import software_versions
+from roll.tracking.run import software_versions, write_atomic
 from roll.utils.registry import extra
 
 

@@ -37,7 +37,7 @@ from roll.report.parting import MEASURED
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, kept_steps, step_folder
 from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.files import read_json_lines
+from roll.tracking.run import read_json_lines
 from roll.utils.registry import import_path
 
 _WORKERS = {name: MODEL_WORKERS[name] for name in ("actor_train", "critic", "reference", "teacher")}

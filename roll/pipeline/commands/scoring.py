@@ -29,7 +29,7 @@ from roll.rewards.accuracy import Tally
 from roll.rewards.scorer import sees
 from roll.rewards.scoring import References, Scoring, domain_of, parse_rewards, unseen
 from roll.rewards.types import RewardError, RewardResult
-from roll.tracking.files import to_json, write_atomic
+from roll.tracking.run import to_json, write_atomic
 from roll.utils.registry import plugin_variables
 from roll.utils.threads import in_order
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from roll.configs.agent import AgentConfig
 from roll.configs.worker import WorkerConfig
 from roll.pipeline.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from roll.tracking.checkpointer import find_saved
-from roll.tracking.files import CheckpointError
+from roll.tracking.checkpointer import CheckpointError, find_saved
 
 if TYPE_CHECKING:
     from roll.data.requests import Completion, GenerateFn, GenerateRequest

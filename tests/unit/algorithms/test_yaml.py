@@ -331,7 +331,8 @@ def outcome(config: AgenticConfig) -> dict[str, list[Tensor]]:
     """One step, by stages."""
     batch, scores = sample_batch()
     stages = {"run": [torch.tensor(run_properties(config, batch))]}
-    batch, _ = drop_masked_episodes(batch, config)
+    if config.mask_type == "all":
+        batch, _ = drop_masked_episodes(batch, config)
     stages["episodes"] = [batch.loss_mask_T]
     batch, _ = shape_rewards(batch, config.reward, RunningStats())
     controller = KlController.of(config.kl.reward)

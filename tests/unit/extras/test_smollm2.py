@@ -11,8 +11,7 @@ from roll.__main__ import main
 from roll.configs.pipeline import SMOLLM2
 from roll.extras import smollm2 as room
 from roll.models.tokenizer import load_tokenizer, locate_model
-from roll.tracking.checkpointer import find_saved
-from roll.tracking.files import CheckpointError
+from roll.tracking.checkpointer import CheckpointError, find_saved
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789abĠĊ", "ĠĠ", "Ġ1", "12"]

@@ -33,8 +33,7 @@ from roll.pipeline.rollouts import GroupRules, StepRollouts
 from roll.pipeline.session import RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
-from roll.tracking.checkpointer import Checkpointer
-from roll.tracking.files import CheckpointError, write_manifest
+from roll.tracking.checkpointer import Checkpointer, CheckpointError, write_manifest
 from roll.tracking.trackers import TrackerContext
 from roll.utils.signals import SignalGuard
 
@@ -236,7 +235,8 @@ def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was():
         shaping(batch)
     assert shaping.score_stats.state_dict() == RunningStats().state_dict()
     assert shaping.kl_reward.state_dict() == before
-    shaping.parts = config.model_copy(update={"adv_estimator": "grpo"}).parts
+    state, shaping = shaping.state_dict(), Shaping(config.model_copy(update={"adv_estimator": "grpo"}).parts)
+    shaping.load_state_dict(state)
     shaping(batch)
     assert shaping.score_stats.state_dict() == {"count": 2.0, "mean": 0.5, "squares": 0.5}
     assert shaping.kl_reward.coef < before["coef"], "the KL is below its target"
@@ -267,7 +267,8 @@ def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_ty
     ones = torch.ones(5, dtype=torch.int64)
     cut_off = torch.tensor([False, True, True, True, True])
     batch = Batch(ones, ones, ones.bool(), truncated_B=cut_off, advantages_T=ones.float(), returns_T=ones.float())
-    batch, _ = drop_masked_episodes(batch, pipeline.parts.selection)
+    if mask_type == "all":
+        batch, _ = drop_masked_episodes(batch, pipeline.parts.selection)
     metrics = pipeline.train(batch, list(torch.arange(5)[:, None]), step=1)
     assert pipeline.roles.actor.trained == [[0]]
     assert pipeline.roles.critic.trained == ([[0], [1], [2], [3], [4]] if mask_type == "loss" else [[0]])
@@ -342,8 +343,9 @@ def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(k
 @pytest.mark.parametrize(("taken", "sizes"), [(8, [8] * 4), (7, [9, 9, 10]), (4, [8, 8]), (3, [12]), (1, [4])])
 def test_a_batch_that_fell_short_makes_fewer_optimizer_steps_and_not_smaller_ones(taken, sizes):
     rows = torch.ones(4 * taken, dtype=torch.int64)
-    config = SimpleNamespace(groups_per_step=8, optimizer_steps_per_epoch=4, ppo_epochs=2, seed=0)
-    pipeline: Any = SimpleNamespace(config=config, taken=SimpleNamespace(admission=SimpleNamespace(taken=range(taken))))
+    config = SimpleNamespace(groups_per_step=8, ppo_epochs=2, seed=0)
+    rollouts = SimpleNamespace(admission=SimpleNamespace(taken=range(taken)))
+    pipeline: Any = SimpleNamespace(config=config, steps_per_epoch=4, taken=rollouts)
     steps = RLPipeline.plan_training(pipeline, Batch(rows, rows, rows.bool()), 1)
     assert sorted(len(step) for step in steps) == sorted(2 * sizes)
     assert sorted(torch.cat(steps).tolist()) == sorted([*range(4 * taken)] * 2)

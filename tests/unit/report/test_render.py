@@ -32,7 +32,7 @@ from roll.report.render import (
     save_renders,
 )
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
-from roll.tracking.files import to_json
+from roll.tracking.run import to_json
 from tests.support.browser import CHROMIUM, LAPTOP, PHONE, browser
 
 SOKOBAN = "####\n#PX#\n#_O#\n####"

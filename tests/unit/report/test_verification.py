@@ -21,7 +21,7 @@ from roll.report.verification import verify
 from roll.rollout.metrics import rollout_metrics, step_metrics
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
-from roll.tracking.files import to_json
+from roll.tracking.run import to_json
 
 CONFIG = RLVRConfig(
     adv_estimator="grpo",

@@ -24,8 +24,7 @@ from roll.rollout.metrics import rollout_metrics
 from roll.rollout.plans import GroupSpec
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup
-from roll.tracking.files import read_json_lines
-from roll.tracking.run import RunFolder
+from roll.tracking.run import RunFolder, read_json_lines
 from tests.support.examples import examples
 
 SURROGATE = "left \ud800 right"

@@ -22,9 +22,8 @@ from roll.pipeline.rollouts import write_trajectories
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking import display as display_module
 from roll.tracking.display import Display, closing_line, difference_interval, sparkline
-from roll.tracking.files import read_json_lines
 from roll.tracking.redact import REDACTED, is_secret_name, redact
-from roll.tracking.run import RunFolder
+from roll.tracking.run import RunFolder, read_json_lines
 from roll.tracking.trackers import SERVICES, TRACKERS, MultiTracker, TrackerContext, tracker_options
 from roll.utils.registry import UnknownNameError
 

@@ -21,8 +21,7 @@ from roll.data.templates import ChatTemplate
 from roll.distributed.strategy import make_strategy
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
-from roll.distributed.weights.buckets import pack_buckets
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket, pack_buckets
 from roll.models.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

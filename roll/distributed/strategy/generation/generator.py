@@ -32,7 +32,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, Sampli
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.evidence import PROMPT, TEMPERATURE, Sketch, probe_prompt
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket
 from roll.distributed.weights.receiver import UpdateStream, receive, tensors_of
 from roll.models.tokenizer import load_tokenizer
 

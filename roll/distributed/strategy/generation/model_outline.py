@@ -13,7 +13,7 @@ from roll.data.renderer import turn_ends
 from roll.data.templates import ChatTemplate
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.adapters import check_adapter
-from roll.distributed.weights.buckets import WeightUpdate
+from roll.distributed.weights.receiver import WeightUpdate
 from roll.models.loading import checkpoint_shapes, load_config, make_skeleton, resolve_dtype
 from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
 from roll.models.pictures import Tower, tower_of

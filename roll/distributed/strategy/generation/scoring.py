@@ -22,7 +22,7 @@ from roll.distributed.strategy.evidence import FORMAT, config_settings
 from roll.distributed.strategy.generation.generator import Generator, PlanT
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
-from roll.distributed.weights.contents import dtype_name
+from roll.distributed.weights.buckets import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -42,9 +42,8 @@ from roll.distributed.strategy.hf_infer.continuous_batching import (
     StopStrings,
 )
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
-from roll.distributed.weights.buckets import WeightUpdate
-from roll.distributed.weights.contents import WeightBucket, dtype_name
-from roll.distributed.weights.receiver import tensors_of
+from roll.distributed.weights.buckets import WeightBucket, dtype_name
+from roll.distributed.weights.receiver import WeightUpdate, tensors_of
 from roll.models.loading import check_rope, load_causal_lm, resolve_dtype, to_hf_weights
 from roll.models.measured import check_packing, has_own_code, is_proved
 from roll.models.own_forward import GENERATOR_BOUND, OwnForward, in_one_process

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from roll.distributed.strategy.evidence import FEATURES, LayerWatch, Sketch, layer_stream
 from roll.distributed.strategy.generation.prompt_scoring import SCORING, PromptScoring
 from roll.distributed.strategy.sglang import cpu, sampler
-from roll.distributed.weights.contents import views
+from roll.distributed.weights.buckets import views
 
 cpu.prepare()
 

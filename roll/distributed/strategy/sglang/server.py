@@ -33,7 +33,7 @@ from roll.distributed.strategy.sglang.scheduler import (
     run_detokenizer,
     run_scheduler,
 )
-from roll.distributed.weights.contents import Contents, views
+from roll.distributed.weights.buckets import Contents, views
 from roll.utils.progress import advance
 
 

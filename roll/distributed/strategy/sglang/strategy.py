@@ -44,8 +44,8 @@ from roll.distributed.strategy.generation.prompt_scoring import SCORING
 from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.weights.adapters import peft_config
-from roll.distributed.weights.buckets import as_tensor, pack_buckets
-from roll.distributed.weights.contents import Lender, WeightBucket, renamed
+from roll.distributed.weights.buckets import WeightBucket, as_tensor, pack_buckets, renamed
+from roll.distributed.weights.messages import Lender
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import EXPANDABLE, own_copy, without_expandable_segments
 from roll.models.lora import adapted_names

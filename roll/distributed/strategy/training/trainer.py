@@ -66,12 +66,21 @@ from roll.distributed.strategy.training.exchange import (
     raise_on_all_ranks,
 )
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
-from roll.distributed.weights.buckets import allocate, as_tensor, pack
-from roll.distributed.weights.contents import BucketOutline, Payload, WeightBucket, aligned, dtype_name, outline_of
+from roll.distributed.weights.buckets import (
+    BucketOutline,
+    WeightBucket,
+    aligned,
+    allocate,
+    as_tensor,
+    dtype_name,
+    outline_of,
+    pack,
+)
+from roll.distributed.weights.messages import Payload
 from roll.models.loading import copy_companions, exact_float32, load_config
 from roll.models.lora import write_adapter_config
-from roll.models.own_forward import LAYOUTS, OwnForward
-from roll.models.scoring import split_batch
+from roll.models.own_forward import OwnForward
+from roll.models.scoring import LAYOUTS, new_layouts, split_batch
 from roll.utils.hashing import WrittenFile
 from roll.utils.memory import paused_collector
 from roll.utils.progress import advance
@@ -212,7 +221,8 @@ class Scorer(ABC):
     def _to_compare(self, batch: Batch, groups: list[Tensor], limits: MicroBatchLimits) -> dict[str, Batch]:
         if self.own_forward is None:
             return {}
-        return self.own_forward.to_compare(batch, groups, packing=limits.packing, sharing=limits.sharing)
+        known = self.own_forward.compared
+        return new_layouts(batch, groups, known, packing=limits.packing, sharing=limits.sharing)
 
     def _compare(self, batch: Batch, new: dict[str, Batch], having: Tensor) -> None:
         """Compares micro-batches with the model's own scores (collective).

@@ -50,8 +50,8 @@ from roll.distributed.strategy.vllm.arguments import (
 )
 from roll.distributed.strategy.vllm.worker import FIRST_TEMPERATURE, FIRST_TOP_K
 from roll.distributed.weights.adapters import peft_config
-from roll.distributed.weights.buckets import as_tensor
-from roll.distributed.weights.contents import Lender, WeightBucket, renamed
+from roll.distributed.weights.buckets import WeightBucket, as_tensor, renamed
+from roll.distributed.weights.messages import Lender
 from roll.distributed.weights.receiver import on_device
 from roll.distributed.weights.segments import collect_on_gpu, own_copy, share_on_gpu
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE

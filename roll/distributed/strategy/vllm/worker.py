@@ -18,8 +18,7 @@ from torch import Tensor
 
 from roll.distributed.cluster.hangs import write_stacks_on_signal
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
-from roll.distributed.weights.buckets import as_tensor
-from roll.distributed.weights.contents import Contents, views
+from roll.distributed.weights.buckets import Contents, as_tensor, views
 from roll.distributed.weights.segments import Handle, SegmentReader, SharedMemory, open_on_gpu
 from roll.utils.foreign import replaced
 

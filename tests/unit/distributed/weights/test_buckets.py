@@ -23,13 +23,14 @@ from transformers import (
 from roll.distributed.weights import deltas
 from roll.distributed.weights.adapters import MergedAdapter
 from roll.distributed.weights.buckets import (
+    ALIGNMENT,
+    WeightBucket,
     WeightChecksumError,
     WeightMismatchError,
-    WeightUpdate,
     pack_buckets,
     unpack_bucket,
 )
-from roll.distributed.weights.contents import ALIGNMENT, WeightBucket
+from roll.distributed.weights.receiver import WeightUpdate
 from roll.models.lora import LoraSpec, matrix_shapes
 from tests.support.contract import weights_of
 

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, RoleRequest, plan_placement
 from roll.distributed.weights.buckets import (
+    BucketOutline,
+    UpdateDigest,
+    WeightBucket,
     WeightChecksumError,
     WeightMismatchError,
     as_tensor,
@@ -29,18 +32,7 @@ from roll.distributed.weights.buckets import (
     unpack_bucket,
     verify,
 )
-from roll.distributed.weights.contents import (
-    BucketMessage,
-    BucketOutline,
-    Close,
-    Lender,
-    Open,
-    Payload,
-    Reply,
-    UpdateDigest,
-    WeightBucket,
-    WeightTransferError,
-)
+from roll.distributed.weights.messages import BucketMessage, Close, Lender, Open, Payload, Reply, WeightTransferError
 from roll.distributed.weights.receiver import UpdateStream, WeightReceiver
 from roll.distributed.weights.segments import (
     SegmentPool,

@@ -17,7 +17,7 @@ from roll.rewards import VERIFIERS
 from roll.rewards.accuracy import Tally
 from roll.rewards.types import RewardResult
 from roll.rollout.types import RolloutGroup
-from roll.tracking.files import to_json
+from roll.tracking.run import to_json
 from roll.utils.registry import PLUGINS
 from tests.unit.pipeline.commands.conftest import Write, read
 from tests.unit.pipeline.rlvr.test_metrics import answer, group

@@ -30,7 +30,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, Sampli
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.buckets import WeightBucket
 from roll.models.tiny import make_tokenizer
 from tests.support import contract
 from tests.support.contract import (
