@@ -279,7 +279,7 @@ class Utilisation:
                 are where prompts are shared. Without them all were.
         """
         span.tokens, span.devices = batch.num_tokens * passes, num_devices(self._trainer)
-        if self._costs is None or not counts:
+        if self._shape is None or not counts:
             return
         squares = float(batch.lengths_B.double().square().sum())
         loss_tokens = int(batch.loss_mask_T.sum())
@@ -288,23 +288,9 @@ class Utilisation:
             saved, squares_of_all = _repeated_prompts(batch)
             squares -= squares_of_all * min(1.0, (1 - share) * tokens / saved if saved else 0.0)
             tokens *= share
-        of_token, of_square, of_loss_token = self._costs
-        span.flops = passes * (of_token * tokens + of_square * squares + of_loss_token * loss_tokens)
-        span.peak = self._peak
-
-    @cached_property
-    def _costs(self) -> tuple[float, float, float] | None:
-        """Operations of training for a token, for the square of a sample's length, and for a loss token.
-
-        ``None``: the policy's sizes are not known.
-        """
-        if self._shape is None:
-            return None
+        one = samples_flops(self._shape, tokens, squares, loss_tokens)
         factor = training_factor(adapter=bool(self._config.actor_train.model_args.lora_targets))
-        of_token, of_square, of_loss_token = (
-            samples_flops(self._shape, *each) for each in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
-        )
-        return factor * of_token, factor * of_square, factor * of_loss_token
+        span.flops, span.peak = passes * factor * one, self._peak
 
     @cached_property
     def _shape(self) -> ModelShape | None:
