@@ -175,7 +175,7 @@ AdvantageFn: TypeAlias = Callable[[Batch, Any], Batch]
 ADVANTAGES: Registry[AdvantageFn] = Registry("advantage estimator")
 
 
-def compute_advantages(batch: Batch, config: AdvantageConfig, estimator: AdvantageFn | None = None) -> Batch:
+def compute_advantages(batch: Batch, config: AdvantageConfig) -> Batch:
     """Sets ``advantages_T`` and ``returns_T``: estimate, whiten, clip.
 
     Whitening takes its mean and variance over all sampled tokens of the batch, also where the tokens of a turn share
@@ -183,13 +183,12 @@ def compute_advantages(batch: Batch, config: AdvantageConfig, estimator: Advanta
 
     Args:
         batch: With ``rewards_T`` and what the estimator needs (its docstring says).
-        estimator: The one that the configuration names, if it was looked up before.
 
     Raises:
         ValueError: a needed column is missing, holds NaN or infinity, or has rewards on tokens that were not sampled.
     """
     user = f"adv_estimator {config.adv_estimator!r}"
-    estimator = estimator or ADVANTAGES.get(config.adv_estimator)
+    estimator = ADVANTAGES.get(config.adv_estimator)
     require_rewards(batch, user)
     require_finite(batch, "values_T")
     batch = (

@@ -315,14 +315,13 @@ def policy_loss(
     batch: Batch,
     ctx: LossContext,
     parts: AlgorithmParts,
-    surrogate: PolicyLossFn,
     total_optimizer_steps: int | None = None,
 ) -> LossOutput:
     """``rl_loss_coef * PG + kl_loss_coef * KL + sft_loss_coef * SFT - entropy_coef * entropy + opd_kl_coef * D``.
 
     D is the divergence from a teacher (``opd_form: loss``).
 
-    PG is the surrogate's loss, times ``weights_T`` where the batch has them.
+    PG is the loss that ``pg_variant`` names in ``POLICY_LOSSES``, times ``weights_T`` where the batch has them.
     Without ``old_logprobs_T``, and in the rows of ``on_policy_B``, the old policy is the current one (the first step on
     fresh samples): ratios are 1 and PPO's gradient is that of REINFORCE.
 
@@ -331,7 +330,6 @@ def policy_loss(
             over the vocabulary; ``divergence_T`` (D) with ``opd_form: loss``.
         batch: One micro-batch with ``advantages_T``; ``ref_logprobs_T`` with ``use_kl_loss`` by an estimator;
             ``scores_B`` with ``sft_loss_coef``; ``marked_T`` with ``pg_variant: kl_cov``.
-        surrogate: The loss that ``pg_variant`` names in ``POLICY_LOSSES``.
         total_optimizer_steps: Horizon over which the entropy coefficient decays.
 
     Raises:
@@ -354,7 +352,7 @@ def policy_loss(
         None if batch.marked_T is None else tokens.take(batch.marked_T),
         _levels(batch, tokens, logprobs_M.device).segment_M if by_turn else None,
     )
-    pg_M, clipped_M = surrogate(policy, variant)
+    pg_M, clipped_M = POLICY_LOSSES.get(config.loss_name)(policy, variant)
     if batch.weights_T is not None:
         pg_M = pg_M * tokens.take(batch.weights_T)
     is_weight = parts.correction.is_weight
@@ -396,8 +394,7 @@ def build_policy_loss(config: AlgorithmConfig, total_optimizer_steps: int | None
     """
     if config.entropy_loss_coef_end is not None and total_optimizer_steps is None:
         raise ValueError("entropy_loss_coef_end is set; build_policy_loss then needs total_optimizer_steps")
-    surrogate = POLICY_LOSSES.get(config.parts.policy_loss.loss_name)
-    return partial(policy_loss, parts=config.parts, surrogate=surrogate, total_optimizer_steps=total_optimizer_steps)
+    return partial(policy_loss, parts=config.parts, total_optimizer_steps=total_optimizer_steps)
 
 
 def policy_needs(config: AlgorithmConfig) -> tuple[Quantity, ...]:

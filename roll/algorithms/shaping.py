@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages
+from roll.algorithms.advantages import advantage_metrics, compute_advantages
 from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.distillation import (
     clip_metrics,
@@ -231,7 +231,6 @@ class Shaping:
 
     def __init__(self, parts: AlgorithmParts) -> None:
         self.parts = parts
-        self._estimator = ADVANTAGES.get(parts.advantage.adv_estimator)
         self.score_stats = RunningStats()
         self.kl_reward = KlController.of(parts.kl.reward)
         self.kl_loss = KlController.of(parts.kl.loss)
@@ -263,7 +262,7 @@ class Shaping:
         if teacher is not None and teacher.replaces_advantages:
             batch = no_advantages(batch)
         else:
-            batch = compute_advantages(batch, parts.advantage, self._estimator)
+            batch = compute_advantages(batch, parts.advantage)
         if teacher is not None and teacher.form == "advantage":
             batch = teacher_advantages(batch, teacher)
         metrics |= advantage_metrics(batch, parts.advantage)

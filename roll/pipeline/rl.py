@@ -8,7 +8,6 @@ A pipeline differs from another only in where its rollouts come from and in what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -190,16 +189,11 @@ class RLPipeline(GroupRules, TrainingLoop):
         full, taken = self.config.groups_per_step, len(self.taken.admission.taken)
         drawn = plan_optimizer_steps(
             len(samples),
-            max(1, self.steps_per_epoch * taken // full),
+            max(1, self.config.optimizer_steps_per_epoch * taken // full),
             self.config.ppo_epochs,
             seed=derive_seed(self.config.seed, "minibatches", step),
         )
         return [samples[numbers].flatten() for numbers in drawn]
-
-    @cached_property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole batch for each pass over it."""
-        return self.config.optimizer_steps_per_epoch
 
     def rows_with_old_logprobs(self, batch: Batch, steps: list[Tensor]) -> Tensor:
         """int64: the rows that the actor scores before the update; in the others the old policy is the current one."""

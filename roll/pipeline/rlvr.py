@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 
 from roll.algorithms.losses import policy_needs
 from roll.algorithms.selection import best_and_worst
@@ -52,12 +52,7 @@ class RLVRPipeline(RLPipeline):
         check_error_rates(groups, self.config)
 
     def best_reward(self, tag: str) -> float | None:
-        return None if self.config.user is not None else self._best[self.config.domains[tag]]
-
-    @cached_property
-    def _best(self) -> dict[str, float | None]:
-        """By domain."""
-        return {name: best_reward(rewards) for name, rewards in self.config.rewards.items()}
+        return None if self.config.user is not None else best_reward(self.config.rewards[self.config.domains[tag]])
 
     def most_tokens(self, tag: str) -> int:
         return self.config.train_sampling.max_new_tokens or self.config.response_length

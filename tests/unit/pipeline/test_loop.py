@@ -343,9 +343,8 @@ def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(k
 @pytest.mark.parametrize(("taken", "sizes"), [(8, [8] * 4), (7, [9, 9, 10]), (4, [8, 8]), (3, [12]), (1, [4])])
 def test_a_batch_that_fell_short_makes_fewer_optimizer_steps_and_not_smaller_ones(taken, sizes):
     rows = torch.ones(4 * taken, dtype=torch.int64)
-    config = SimpleNamespace(groups_per_step=8, ppo_epochs=2, seed=0)
-    rollouts = SimpleNamespace(admission=SimpleNamespace(taken=range(taken)))
-    pipeline: Any = SimpleNamespace(config=config, steps_per_epoch=4, taken=rollouts)
+    config = SimpleNamespace(groups_per_step=8, optimizer_steps_per_epoch=4, ppo_epochs=2, seed=0)
+    pipeline: Any = SimpleNamespace(config=config, taken=SimpleNamespace(admission=SimpleNamespace(taken=range(taken))))
     steps = RLPipeline.plan_training(pipeline, Batch(rows, rows, rows.bool()), 1)
     assert sorted(len(step) for step in steps) == sorted(2 * sizes)
     assert sorted(torch.cat(steps).tolist()) == sorted([*range(4 * taken)] * 2)
