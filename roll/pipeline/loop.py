@@ -151,8 +151,7 @@ class TrainingLoop(ABC):
             TrainingDivergedError, StoppedByWatchError: see ``run``.
         """
         step, config = self.done_steps, self.config
-        if config.async_save:
-            self.session.checkpointer.check()
+        self.session.checkpointer.check()
         last = step == config.max_steps
         asks = self.looks_learned and not last
         if asks or (last and config.val_after_train) or (config.eval_steps and step % config.eval_steps == 0):

@@ -221,8 +221,7 @@ class RunSession:
             What was reported: the metrics, and those of the checkpoints' hook and of the machine's memory.
         """
         self.summary["steps"] = step
-        hook = self.checkpointer.hook
-        metrics = {**metrics, **(hook.metrics() if hook.runs else {}), **self._memory()}
+        metrics = {**metrics, **self.checkpointer.hook.metrics(), **self._memory()}
         (self.folder.log_evaluation if self.config.eval_only else self.folder.log_metrics)(step, metrics)
         due = step % self.config.logging_steps == 0 or step == self.config.max_steps
         if self._tracker is not None and (due or any(name.startswith("eval/") for name in metrics)):

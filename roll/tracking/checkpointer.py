@@ -74,8 +74,9 @@ class PostSaveHook:
         """Of the last run, as ``subprocess`` has it; ``None`` where it could not be started."""
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far."""
-        return {"checkpoint/hook_runs": float(self.runs), "checkpoint/hook_failures": float(self.failures)}
+        """Counts so far; none before the first run."""
+        counts = {"checkpoint/hook_runs": float(self.runs), "checkpoint/hook_failures": float(self.failures)}
+        return counts if self.runs else {}
 
     def run(self, checkpoint: Path, step: int) -> str | None:
         """Runs it and waits for its end.
