@@ -168,7 +168,7 @@ class EnvManager(ABC):
             turns=tuple(turns),
             end=end,
             success=bool(info.get("success", False)),
-            final_observation=_words(observation),
+            final_observation=in_words(observation),
             history=self.history,
             info=_scalars(info) | self._compared(spec, conversation, turns),
             frames=_complete(frames),
@@ -223,7 +223,7 @@ class EnvManager(ABC):
             prompt_ids=prompt_ids,
             completion=completion,
             text=text,
-            observation=_words(observation),
+            observation=in_words(observation),
             action=next_info.get("action"),
             task_reward=float(next_info.get("task_reward", float(reward) - penalty)),
             penalty=penalty,
@@ -252,7 +252,7 @@ class EnvManager(ABC):
 
     def _fill(self, template: str, observation: Observation, info: Mapping[str, Any], turns: list[Turn]) -> Observation:
         """A template with its placeholders replaced; parts where the observation has pictures and is in it."""
-        return filled(template, observation, lambda text: self._fill_text(text, _words(observation), info, turns))
+        return filled(template, observation, lambda text: self._fill_text(text, in_words(observation), info, turns))
 
     def _fill_text(self, template: str, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> str:
         played = len(turns) - info.get(TOOL_TURNS, 0)
@@ -337,10 +337,6 @@ def _items(
     if "prompt" in info:
         known += items_of(info["prompt"].messages)
     return tuple(dict.fromkeys(item for _, item in items_along(prompt_ids, known)))
-
-
-def _words(observation: Observation) -> str:
-    return observation if isinstance(observation, str) else in_words(observation)
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:

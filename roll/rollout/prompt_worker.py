@@ -336,8 +336,7 @@ class PromptWorker(RolloutWorker):
             name: PromptManager(renderer, params, context.limits[name]) for name, params in context.params.items()
         }
         watch = TokenizationAudit(renderer, context.token_check)
-        # Only tools and users make conversations of several turns, in which tokens may differ.
-        if "train" in self.managers and not (context.tools is None and context.user is None):
+        if "train" in self.managers:
             self.managers["train"].watch = watch
         self._tools: ToolBox | None = None
         if context.tools is not None:
