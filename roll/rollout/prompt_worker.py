@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from roll.agentic.env.base import Observation, StepResult
+from roll.agentic.env.base import Observation, StepResult, step_result
 from roll.configs.agent import AgentConfig
 from roll.configs.env import CustomEnvConfig
 from roll.configs.rlvr import UserConfig
@@ -27,7 +27,7 @@ from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateReq
 from roll.data.row_pictures import read_sources, sources_in, with_items
 from roll.data.stored import leave
 from roll.data.templates import ChatTemplate
-from roll.data.tool_messages import in_words
+from roll.data.tool_messages import in_words, text_of
 from roll.distributed.cluster.cluster import RayBlock
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.call_threads import CallThreads
@@ -65,19 +65,14 @@ class PromptEnv:
         truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
         self._known: dict[str, Any] = {"prompt_id": prompt.id, "ground_truth": truth}
         """Of every ``info``: an episode that is cut short is of this prompt too."""
-        self.heard = prompt.messages
-        """The conversation that the answer ends, with ``<image>`` for a picture."""
-        self._pictures: tuple[Item, ...] = ()
-        if prompt.has_pictures:
-            self.heard = in_words(prompt.messages)
-            self._pictures = tuple(cast("list[Item]", sources_in(prompt.messages)))
-        self.question: str = self.heard[-1]["content"]
-        """Text of the last message."""
         if len(prompt.messages) > 1:  # the observation is the last alone
-            self._known[CONVERSATION] = json.dumps([dict(message) for message in self.heard])
+            self._known[CONVERSATION] = json.dumps([dict(message) for message in in_words(prompt.messages)])
         if prompt.tools:
             self._known["tools"] = list(prompt.tools)
         self._completion: Completion | None = None
+        self.heard = in_words(prompt.messages)
+        """The conversation that the answer ends, with ``<image>`` for a picture."""
+        self._pictures = tuple(cast("list[Item]", sources_in(prompt.messages)))
 
     def watch(self, generate: GenerateFn) -> GenerateFn:
         """The same ``generate``, noting how long the answer was and why it ended."""
@@ -107,26 +102,31 @@ class PromptEnv:
                 pictures=self._pictures,
             )
         )
-        info: dict[str, Any] = {
-            "action": verdict.answer,
-            "action_is_valid": verdict.answer is not None,
-            "action_is_effective": True,
-            "task_reward": verdict.score,
-            "penalty": 0.0,
-            "success": verdict.correct,
-            "state_key": self.prompt.id,
-            **self._known,
-            **verdict.parts,
-            **verdict.notes,
-        }
+        observation, reward, terminated, truncated, info = step_result(
+            "",
+            task_reward=verdict.score,
+            penalty=0.0,
+            terminated=True,
+            truncated=False,
+            action=verdict.answer,
+            action_is_effective=True,
+            success=verdict.correct,
+            state_key=self.prompt.id,
+        )
+        info |= {**self._known, **verdict.parts, **verdict.notes}
         if verdict.over_budget:
             info[OVER_BUDGET] = verdict.over_budget
         if verdict.valid is None:
             info[VALID_UNKNOWN] = True
-        return "", verdict.score, True, False, info
+        return observation, reward, terminated, truncated, info
 
     async def render(self) -> None:
         """Nothing changes: the prompt is all there is to see."""
+
+    @property
+    def question(self) -> str:
+        """Text of the last message."""
+        return text_of(self.prompt.messages[-1]["content"])
 
 
 class PromptManager(EnvManager):
