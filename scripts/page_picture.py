@@ -1,6 +1,6 @@
 """Takes a picture of a run's page, or of an episode's, as the README shows them.
 
-    python scripts/page_picture.py output/agentic_sokoban/renders/index.html docs/images/run_page.png --height 1480
+    python scripts/page_picture.py output/agentic_sokoban/renders/index.html docs/images/run_page.png --height 1372
 
 Chromium or Chrome must be installed.
 """
