@@ -371,18 +371,18 @@ def test_a_probe_names_another_chat_template(faulty):
 
 
 @pytest.mark.slow  # an engine of its own for each
-@pytest.mark.parametrize(("family", "layer"), [("experts", 0), ("experts", 1), ("untied", 0)])
-def test_a_probe_names_the_layer_of_experts_and_adapters(model_path, family, layer):
+@pytest.mark.parametrize("family", ["experts", "untied"])
+def test_a_probe_names_the_layer_of_experts_and_adapters(model_path, family):
     lora = LORA if family == "untied" else None
     pair = started("vllm", Path(model_path(family, 0)), lora)
     try:
         assert not pair.causes()
         if lora is None:
-            names = [f"model.layers.{layer}.mlp.experts.{number}.down_proj.weight" for number in (0, 1)]
+            names = [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (0, 1)]
             pair.spoil = lambda tensors: exchange(*(tensors[name] for name in names))
             pair.update()
         else:  # the base again, without the adapter
             asyncio.run(pair.generator.update_weights(buckets_of(weights_of(load(model_path(family, 0)))), 1))
-        assert f"they part in model.layers.{layer}" in " ".join(causes := pair.causes()), causes
+        assert "they part in model.layers.0" in " ".join(causes := pair.causes()), causes
     finally:
         pair.generator.shutdown()
