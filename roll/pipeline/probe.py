@@ -359,7 +359,7 @@ class Bound:
     def difference(self, ours_M: Tensor, theirs_M: Tensor) -> float:
         """The figure that the bound is for."""
         found_M = differences(ours_M, theirs_M)
-        return float(found_M.quantile(self.quantile, interpolation="lower"))
+        return float(found_M.float().quantile(self.quantile, interpolation="lower"))
 
 
 class Sides(Protocol):
@@ -615,7 +615,8 @@ def _of_layers(sides: Sides, row: Batch, bound: Bound, trainer: Settings, genera
     for number in numbers:
         (name, ours_TH), (_, theirs_TH) = ours[number], theirs[number]
         away_T = (ours_TH - theirs_TH).norm(dim=1) / ours_TH.norm(dim=1).clamp(min=1e-12)
-        if (away := float(away_T[~away_T.isnan()].quantile(quantile, interpolation="lower"))) > most:
+        known_T = away_T[~away_T.isnan()].float()
+        if len(known_T) and (away := float(known_T.quantile(quantile, interpolation="lower"))) > most:
             return (
                 f"layers: they part in {name}, whose output is {away:.2g} of its size away"
                 f"{'' if number == numbers[0] else '; those in front of it agree'}. If its tensors are equal, they are "
