@@ -699,9 +699,11 @@ class Cluster:
             role, dead_rank = _residents.get(cause.actor_id or "", (self.name, rank))
             reason = death_reason(cause)
             own = (role, dead_rank) == (self.name, rank)
-            unreached = own and isinstance(cause, ray.exceptions.ActorUnavailableError)
-            if unreached and (at := self.whereabouts.get(rank)):
-                reason = f"{at} cannot be reached; it, or its node, is gone"
+            if own and (at := self.whereabouts.get(rank)):
+                if isinstance(cause, ray.exceptions.ActorUnavailableError):
+                    reason = f"{at} cannot be reached; it, or its node, is gone"
+                elif at.node_id in lost_nodes():
+                    reason = f"{at} is gone, with its node"
             if own and len(self.parts(rank)) > 1 and (at := self.dead().get(rank)):
                 reason = f"{at}, with a part of its engine, is gone"
             raise WorkerDiedError(role, dead_rank, call, self.current_step, reason) from None

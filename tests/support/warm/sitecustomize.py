@@ -1,9 +1,9 @@
 """Lets a Python process start as a fork of one that has imported what runs need, which takes eight CPU seconds.
 
 Python imports this file when it starts, in every process that has this folder in ``PYTHONPATH``; ``start.py`` puts it
-there. Ray workers, and on request the scripts of ``examples``, then become a process that passes on signals and the
-exit code of the fork that does their work. Every other program starts as usual, and so does one whose environment
-differs in what libraries read when they are imported.
+there. Ray's workers and agents, and on request the scripts of ``examples``, then become a process that passes on
+signals and the exit code of the fork that does their work. Every other program starts as usual, and so does one whose
+environment differs in what libraries read when they are imported.
 """
 
 import json
@@ -13,18 +13,41 @@ from pathlib import Path
 
 SOCKET, DECISIVE, SCRIPTS = "ROLL_WARM_SOCKET", "ROLL_WARM_DECISIVE", "ROLL_WARM_SCRIPTS"
 """Environment variables: where forks are made, what their environment has to agree with, whether scripts are forked."""
-READ_AT_IMPORT = ("ATEN_", "HF_", "KMP_", "LD_", "MKL_", "OMP_", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
+READ_AT_IMPORT = ("ATEN_", "HF_", "KMP_", "LD_", "MKL_", "OMP_", "PYTORCH_", "RAY_", "TORCH_", "TRANSFORMERS_")
 """Beginnings of names of variables that libraries read when they are imported."""
+READ_LATER = {
+    "RAY_ADDRESS",
+    "RAY_AUTH_MODE",
+    "RAY_CLIENT_MODE",  # Ray itself sets it to 0
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_IGNORE_UNHANDLED_ERRORS",
+    "RAY_JOB_ID",
+    "RAY_LD_PRELOAD_ON_WORKERS",
+    "RAY_NODE_ID",
+    "RAY_RAYLET_PID",
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",
+    "RAY_enable_pipe_based_agent_to_parent_health_check",  # of agents alone, all of which have it
+    "RAY_gcs_server_port_wait_time_s",  # of daemons alone
+}
+"""Variables that are not, though they begin so."""
+FIRST_JOB = "01000000"
+"""The job that a new cluster begins with."""
+AGENTS = ("/ray/dashboard/agent.py", "/ray/_private/runtime_env/agent/main.py")
 
 
 def decisive(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+    return {
+        name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
+    }
 
 
 def script_of(command: list[str], environment: dict[str, str]) -> list[str]:
     """The script that a fork runs for a command, with its arguments; changes a worker's environment as Ray does."""
     if len(command) < 2 or command[0] != sys.executable:
         return []
+    if command[1] == "-u" and command[2].endswith(AGENTS):
+        return command[2:]
     name, arguments = command[1], command[2:]
     if name.endswith("/ray/_private/workers/setup_worker.py"):
         context, language = "--serialized-runtime-env-context=", "--language="
@@ -50,12 +73,28 @@ def hand_over() -> None:
         os.execve(sys.executable, [sys.executable, "-I", "-S", __file__, *script], environment)
 
 
+def with_ray(path: str, job: str) -> str:
+    """Where forks are made that have imported Ray, too, which then looks at the job once."""
+    import socket
+
+    if not os.path.exists(f"{path}-{job}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.connect(path)
+            asking.send(json.dumps({"job": job}).encode())
+            asking.recv(64)
+    return f"{path}-{job}"
+
+
 def stand_for_a_fork() -> None:
     """Asks for a fork that runs the script of the command line, and ends as it ends."""
     import contextlib
+    import ctypes
     import signal
     import socket
 
+    if of_ray := "RAY_RAYLET_PID" in os.environ:
+        # Ray's own code in the fork looks for the raylet by a number that it read when it was imported.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
     dispositions = {number: signal.getsignal(number) for number in numbers}
     request = {
@@ -68,7 +107,10 @@ def stand_for_a_fork() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until there is somebody to pass them on to
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
         waiting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        waiting.connect(os.environ[SOCKET])
+        where = os.environ[SOCKET]
+        if of_ray:
+            where = with_ray(where, os.environ.get("RAY_JOB_ID", FIRST_JOB))
+        waiting.connect(where)
         socket.send_fds(waiting, [json.dumps(request).encode()], [0, 1, 2])
         fork = int(waiting.recv(64))
         for descriptor in (0, 1, 2):  # whoever reads its output waits for the fork alone

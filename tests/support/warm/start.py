@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -14,13 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.warm.sitecustomize import DECISIVE, SCRIPTS, SOCKET, decisive
 
 IMPORTED = [
+    "aiohttp.web",
     "jsonschema",
     "requests",
     "torch.distributed.fsdp",
@@ -35,6 +37,12 @@ IMPORTED = [
     "roll.pipeline.workers",
 ]
 """What takes time; not Ray, which reads its environment when it is imported."""
+OF_RAY = [
+    "ray._private.runtime_env.agent.runtime_env_agent",
+    "ray._private.workers.default_worker",
+    "ray.dashboard.agent",
+]
+"""What Ray's workers and agents import, too."""
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -79,17 +87,49 @@ def warm_workers() -> Iterator[None]:
 
 
 def wait(path: Path) -> None:
-    """Forks for whoever connects, until standard input is closed; a fork whose client is gone is killed."""
+    """Imports all but Ray, and forks for whoever connects until standard input is closed."""
     from roll.utils.start import quick_start
 
     quick_start()
     for name in IMPORTED:
         importlib.import_module(name)
     assert "ray" not in sys.modules
+    fork_for_clients(path, functools.partial(print, "ready", flush=True))
+
+
+def import_ray(job: str, path: Path, events: selectors.BaseSelector) -> None:
+    """Has a process wait that has imported Ray for a job, too; returns as soon as it does."""
+    its_path = path.with_name(f"{path.name}-{job}")
+    if its_path.exists():
+        return
+    until_ready, ready = os.pipe()
+    if os.fork() == 0:
+        os.close(until_ready)
+        leave(events)
+        # Ray reads these once. Which raylet is a fork's own is the business of the process that stands for it.
+        os.environ |= {
+            "RAY_JOB_ID": job,
+            "RAY_RAYLET_PID": str(os.getpid()),
+            "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # of agents alone, all of which have it
+        }
+        for name in OF_RAY:
+            importlib.import_module(name)
+        fork_for_clients(its_path, functools.partial(os.close, ready))
+        os._exit(0)
+    os.close(ready)
+    os.read(until_ready, 1)
+    os.close(until_ready)
+
+
+def fork_for_clients(path: Path, ready: Callable[[], None]) -> None:
+    """Forks for whoever connects, until standard input is closed; a fork whose client is gone is killed."""
+    gc.collect()
+    gc.freeze()  # forks share what is there, as long as they do not look through it for garbage
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
+    listener.bind(f"{path}.new")
     listener.listen(64)
-    print("ready", flush=True)
+    os.rename(f"{path}.new", path)  # whoever finds it can connect
+    ready()
     events = selectors.DefaultSelector()
     events.register(0, selectors.EVENT_READ)
     events.register(listener, selectors.EVENT_READ)
@@ -101,10 +141,16 @@ def wait(path: Path) -> None:
                 return
             if key.fileobj is listener:
                 client, _ = listener.accept()
-                request, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 3)
+                message, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 3)
+                request = json.loads(message)
+                if job := request.get("job"):
+                    with client:
+                        import_ray(job, path, events)
+                        client.send(b"ready")
+                    continue
                 if (fork := os.fork()) == 0:
                     client.close()
-                    become(json.loads(request), descriptors, events)
+                    become(request, descriptors, events)
                 for descriptor in descriptors:
                     os.close(descriptor)
                 with contextlib.suppress(OSError):  # it is gone already, which the next event says
@@ -127,14 +173,19 @@ def wait(path: Path) -> None:
             os.close(key.fd)
 
 
-def become(request: dict[str, Any], descriptors: list[int], events: selectors.BaseSelector) -> NoReturn:
-    """Runs a script as a new process would, and ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the process that waits
+def leave(events: selectors.BaseSelector) -> None:
+    """Lets go of what the process that waits has open, and ends with it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.setsid()
-    watched = [key.fileobj for key in events.get_map().values() if key.fileobj != 0]
+    watched: list[Any] = [key.fileobj for key in events.get_map().values() if key.fileobj != 0]
     events.close()
     for one in watched:
         os.close(one) if isinstance(one, int) else one.close()
+
+
+def become(request: dict[str, Any], descriptors: list[int], events: selectors.BaseSelector) -> NoReturn:
+    """Runs a script as a new process would, and ends."""
+    leave(events)
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -147,6 +198,8 @@ def become(request: dict[str, Any], descriptors: list[int], events: selectors.Ba
     os.chdir(request["folder"])
     random.seed()
     sys.modules["numpy"].random.seed()
+    if ray := sys.modules.get("ray._raylet"):
+        ray.Config.initialize("")  # reads all else again
     sys.argv = list(request["arguments"])
     sys.orig_argv = [sys.executable, *sys.argv]
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
