@@ -77,6 +77,10 @@ def run(job: Job, words: Sequence[str], started: float) -> int:
     except ValueError as error:
         sys.stderr.write(f"roll replay: {error}\n")
         return EXIT_USAGE
+    first, start = _begin(plan.checkpoint)
+    if earlier := job.step - first:
+        steps = "a step" if earlier == 1 else f"{earlier} steps"
+        sys.stderr.write(f"step {job.step} is replayed {start} so {steps} before it will be taken again, too\n")
     if isinstance(plan.config, RLConfig):
         assert plan.rollouts is not None, "a run that samples has them"
         body = partial(_replay, rollouts=plan.rollouts, last=job.step)
@@ -152,7 +156,7 @@ def _rollouts(job: Job, of_run: str | None, checkpoint: Path | None) -> Path:
     dumped = job.rollouts or of_run
     if dumped is None:
         raise ValueError(f"{job.run} has kept no rollouts; a run with rollout_dump_dir can be replayed")
-    first = 1 if checkpoint is None else Checkpointer.step_of(checkpoint) + 1
+    first, start = _begin(checkpoint)
     rollouts = Path(dumped).expanduser()
     needed = range(first, job.step + 1)
     if lack := [step for step in needed if not (step_folder(rollouts, step) / "rollouts.json").is_file()]:
@@ -161,12 +165,18 @@ def _rollouts(job: Job, of_run: str | None, checkpoint: Path | None) -> Path:
         if max(lack) < oldest:
             begin = step_folder(rollouts, oldest).name
             why = f"; it begins with {begin}, as rollout_dump_gb bounds it: the oldest steps are deleted first"
-        start = "the first step" if checkpoint is None else f"{checkpoint.name}, the nearest before it,"
         raise ValueError(
-            f"step {job.step} is replayed from {start} with the rollouts of each step from {first} on; those of "
+            f"step {job.step} is replayed {start} with the rollouts of each step from {first} on; those of "
             f"{', '.join(map(str, lack))} are not in {rollouts} (rollout_dump_dir; --rollouts DIR if it has moved){why}"
         )
     return rollouts
+
+
+def _begin(checkpoint: Path | None) -> tuple[int, str]:
+    """The first step that is taken, and the same in words."""
+    if checkpoint is None:
+        return 1, "from the first step on,"
+    return Checkpointer.step_of(checkpoint) + 1, f"from {checkpoint.name}, the nearest before it,"
 
 
 def _fixed(job: Job, checkpoint: Path | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``roll replay`` before anything starts: what it needs of a run's folder, and the changes that it cannot follow."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,29 @@ def test_a_replay_starts_from_the_nearest_checkpoint_without_players(run, monkey
     assert "all 1 are equal to the bit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        ([1], "step 4 is replayed from checkpoint-1, the nearest before it, so 2 steps before it will be taken again"),
+        ([], "step 4 is replayed from the first step on, so 3 steps before it will be taken again"),
+        ([2], "step 4 is replayed from checkpoint-2, the nearest before it, so a step before it will be taken again"),
+        ([3], ""),
+    ],
+)
+def test_the_steps_that_come_first_are_told_before_they_are_taken(
+    run, tmp_path, monkeypatch, capsys, checkpoints, said
+):
+    launched(monkeypatch, 1.5)
+    shutil.rmtree(run / "checkpoints")
+    for step in checkpoints:
+        Checkpointer(run / "checkpoints").save(step, lambda path: None, {"step": step})
+    for step in (1, 3):
+        Collected([], []).save(tmp_path / "kept" / f"step-{step:05d}")
+    assert main(["replay", str(run), "--step", "4"]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith(said) and bool(told) == bool(said)
+
+
 @pytest.mark.parametrize(("words", "code"), [([], 1), (["pg_clip=0.01"], 0)])
 def test_figures_that_differ_are_told(run, monkeypatch, capsys, words, code):
     launched(monkeypatch, 1.5000001)
@@ -72,7 +96,7 @@ def test_figures_that_differ_are_told(run, monkeypatch, capsys, words, code):
     ("step", "words", "expected"),
     [
         ("3", (), "from checkpoint-1, the nearest before it, with the rollouts of each step from 2 on; those of 3"),
-        ("1", (), "from the first step with the rollouts of each step from 1 on; those of 1 are not in"),
+        ("1", (), "from the first step on, with the rollouts of each step from 1 on; those of 1 are not in"),
         ("1", (), "it begins with step-00002, as rollout_dump_gb bounds it"),
         ("9", (), "--step 9: {run} has recorded the steps 1 to 4"),
         ("4", ("save_steps=1",), "save_steps: a replay sets this itself"),
