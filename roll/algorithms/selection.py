@@ -26,7 +26,7 @@ RESAMPLE_EPS = 1e-8
 
 
 def select_for_policy(batch: Batch, parts: AlgorithmParts, seed: int) -> tuple[Batch, dict[str, float]]:
-    """The batch as the policy's loss should see it, where anything is switched on (``AlgorithmParts.selects``).
+    """The batch as the policy's loss should see it; the same batch if nothing is switched on.
 
     Args:
         batch: With ``advantages_T`` and what the chosen options need (their functions say).
@@ -40,6 +40,7 @@ def select_for_policy(batch: Batch, parts: AlgorithmParts, seed: int) -> tuple[B
     Raises:
         ValueError: a needed column is missing or not finite.
     """
+    require_finite(batch, "advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B")  # what the losses read
     generator = torch.Generator().manual_seed(seed)
     config, variant = parts.selection, parts.policy_loss.variant
     weights_T, metrics = _token_weights(batch, parts, variant, generator)
@@ -61,11 +62,13 @@ def select_for_policy(batch: Batch, parts: AlgorithmParts, seed: int) -> tuple[B
 
 
 def drop_masked_episodes(batch: Batch, config: SelectionConfig) -> tuple[Batch, dict[str, float]]:
-    """Takes episodes out of the whole step, before reward shaping (``mask_type: all``).
+    """With ``mask_type: all``, takes episodes out of the whole step, before reward shaping; else the same batch.
 
     An episode goes, with all of its rows, if any of them is masked: nothing of it counts as sampled any more, and its
     rewards are 0.
     """
+    if config.mask_type != "all":
+        return batch, {}
     keep_B, metrics = _kept_rows(batch, config)
     if batch.traj_B is not None:
         names, index_B = torch.unique(batch.traj_B, return_inverse=True)

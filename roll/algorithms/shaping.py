@@ -243,9 +243,8 @@ class Shaping:
             require_finite(batch, "rollout_logprobs_T")
         elif not parts.correction.bypass:  # else both columns are the sampler's
             metrics = mismatch_metrics(with_old_policy(batch.only(("rollout_logprobs_T", "old_logprobs_T"))))
-        if parts.selection.mask_type == "all":
-            batch, found = drop_masked_episodes(batch, parts.selection)
-            metrics |= found
+        batch, found = drop_masked_episodes(batch, parts.selection)
+        metrics |= found
         batch, found = shape_rewards(batch, parts.reward, score_stats)
         metrics |= found
         if parts.kl.reward is not None:
@@ -266,7 +265,6 @@ class Shaping:
         if teacher is not None and teacher.form == "advantage":
             batch = teacher_advantages(batch, teacher)
         metrics |= advantage_metrics(batch, parts.advantage)
-        require_finite(batch, "advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B")  # what the losses read
         self.score_stats = score_stats
         if parts.kl.reward is not None:
             self.kl_reward.update(metrics["reward/kl"], len(batch.rows_with_loss))

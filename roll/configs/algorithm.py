@@ -676,14 +676,6 @@ class AlgorithmParts:
     selection: SelectionConfig
     teacher: TeacherTerm | None = None
 
-    @property
-    def selects(self) -> bool:
-        """Masks, weights or another draw change what the policy is trained on."""
-        keys = self.selection
-        masks = keys.mask_type == "loss" and any(getattr(keys, name) for name in MaskType.switches)
-        weights = keys.difficulty_loss_weight or keys.length_loss_weight or self.correction.uses_old_logprobs
-        return masks or weights or keys.use_pf_ppo or self.policy_loss.loss_name in ("clip_cov", "kl_cov")
-
 
 _SHAPING: dict[str, object] = {
     "add_len_reward": False,

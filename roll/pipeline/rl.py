@@ -206,10 +206,7 @@ class RLPipeline(GroupRules, TrainingLoop):
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
         """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
-        policy_batch, metrics = batch, Metrics()
-        if self.parts.selects:
-            seed = derive_seed(self.config.seed, "selection", step)
-            policy_batch, metrics = select_for_policy(batch, self.parts, seed)
+        policy_batch, metrics = select_for_policy(batch, self.parts, derive_seed(self.config.seed, "selection", step))
         # Masks may leave nothing of a step, e.g. when its groups are solved: that is no failed step.
         policy_steps = steps_with_tokens(policy_batch, steps) if step > self.config.critic_warmup else []
         if self.config.kl_loss_target is not None:

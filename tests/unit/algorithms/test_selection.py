@@ -13,7 +13,7 @@ from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.reductions import RunningStats
 from roll.algorithms.selection import drop_masked_episodes, group_scores, pf_ppo_rows, select_for_policy
-from roll.algorithms.shaping import Shaping, shape_rewards
+from roll.algorithms.shaping import shape_rewards
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import (
@@ -130,6 +130,7 @@ def test_samples_that_were_cut_off_are_masked():
     assert out.loss_mask_T.tolist() == [True, True, False, False, True, True]
     assert metrics["actor/max_len_masked_frac"] == pytest.approx(1 / 3)
     assert select_for_policy(batch, AlgorithmConfig().parts, seed=0)[0].loss_mask_T.all()
+    assert drop_masked_episodes(batch, AlgorithmConfig(max_len_mask=True)) == (batch, {})
 
 
 @examples(60)
@@ -157,7 +158,6 @@ def test_samples_masked_for_all_are_as_if_never_played(seed, history, difficulty
         shaped, _ = shape_rewards(part, config.reward, RunningStats())
         out = compute_advantages(shaped, config)
         policy, metrics = select_for_policy(out, config.parts, seed=0)
-        assert not config.parts.selects
         assert torch.equal(policy.loss_mask_T, out.loss_mask_T) and metrics == {}
         return {i: x for i, x in by_token(out, out.advantages_T).items() if x}
 
@@ -276,10 +276,8 @@ EVERY_OPTION: list[dict[str, Any]] = [
 def test_a_batch_without_sampled_tokens_stays_without(keys):
     batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
     batch = batch.replace(advantages_T=torch.zeros(1), truncated_B=torch.tensor([True]))
-    parts = AlgorithmConfig(**keys).parts
-    out, metrics = select_for_policy(batch, parts, seed=0)
-    assert not out.loss_mask_T.any() and metrics and all(abs(value) <= 1 for value in metrics.values())
-    assert parts.selects and not AlgorithmConfig().parts.selects
+    out, metrics = select_for_policy(batch, AlgorithmConfig(**keys).parts, seed=0)
+    assert not out.loss_mask_T.any() and all(abs(value) <= 1 for value in metrics.values())
 
 
 @pytest.mark.parametrize(
@@ -309,11 +307,11 @@ def test_scores_that_are_not_finite_are_refused():
             select_for_policy(bad, AlgorithmConfig(**{key: True}).parts, seed=0)
 
 
-@pytest.mark.parametrize("column", ["old_logprobs_T", "ref_logprobs_T", "scores_B"])
+@pytest.mark.parametrize("column", ["advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_the_losses_read_must_be_finite(column, bad):
     batch: Batch = make_batch(1)[0]
     values = getattr(batch, column).clone()
     values[-1] = bad
     with pytest.raises(ValueError, match=rf"Batch.{column}: 1 of \d+ values are not finite"):
-        Shaping(AlgorithmConfig(adv_estimator="reinforce").parts)(batch.replace(**{column: values}))
+        select_for_policy(batch.replace(**{column: values}), AlgorithmConfig().parts, seed=0)

@@ -331,8 +331,7 @@ def outcome(config: AgenticConfig) -> dict[str, list[Tensor]]:
     """One step, by stages."""
     batch, scores = sample_batch()
     stages = {"run": [torch.tensor(run_properties(config, batch))]}
-    if config.mask_type == "all":
-        batch, _ = drop_masked_episodes(batch, config)
+    batch, _ = drop_masked_episodes(batch, config)
     stages["episodes"] = [batch.loss_mask_T]
     batch, _ = shape_rewards(batch, config.reward, RunningStats())
     controller = KlController.of(config.kl.reward)

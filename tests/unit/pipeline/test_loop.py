@@ -267,8 +267,7 @@ def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_ty
     ones = torch.ones(5, dtype=torch.int64)
     cut_off = torch.tensor([False, True, True, True, True])
     batch = Batch(ones, ones, ones.bool(), truncated_B=cut_off, advantages_T=ones.float(), returns_T=ones.float())
-    if mask_type == "all":
-        batch, _ = drop_masked_episodes(batch, pipeline.parts.selection)
+    batch, _ = drop_masked_episodes(batch, pipeline.parts.selection)
     metrics = pipeline.train(batch, list(torch.arange(5)[:, None]), step=1)
     assert pipeline.roles.actor.trained == [[0]]
     assert pipeline.roles.critic.trained == ([[0], [1], [2], [3], [4]] if mask_type == "loss" else [[0]])
