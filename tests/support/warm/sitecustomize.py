@@ -46,7 +46,7 @@ def script_of(command: list[str], environment: dict[str, str]) -> list[str]:
     """The script that a fork runs for a command, with its arguments; changes a worker's environment as Ray does."""
     if len(command) < 2 or command[0] != sys.executable:
         return []
-    if command[1] == "-u" and command[2].endswith(AGENTS):
+    if len(command) > 2 and command[1] == "-u" and command[2].endswith(AGENTS):
         return command[2:]
     name, arguments = command[1], command[2:]
     if name.endswith("/ray/_private/workers/setup_worker.py"):
@@ -74,7 +74,7 @@ def hand_over() -> None:
 
 
 def with_ray(path: str, job: str) -> str:
-    """Where forks are made that have imported Ray, too, which then looks at the job once."""
+    """The socket where forks are made that have imported Ray for the job; asks for it if it is not there."""
     import socket
 
     if not os.path.exists(f"{path}-{job}"):
