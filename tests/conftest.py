@@ -37,6 +37,27 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+LOGS = pytest.StashKey[object]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Six times a test, pytest would look through the loggers of all that is imported."""
+    session.stash[LOGS] = session.config.pluginmanager.unregister(name="logging-plugin")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """What is logged is caught where a test asks for it."""
+    catching = item.session.stash[LOGS] if "caplog" in getattr(item, "fixturenames", ()) else None
+    if catching:
+        item.config.pluginmanager.register(catching, "logging-plugin")
+    result = yield
+    if catching:
+        item.config.pluginmanager.unregister(catching)
+    return result
+
+
 def pytest_collection_finish() -> None:
     """Who looks for garbage, as engines often do, need not look among all that tests have imported: seconds each."""
     gc.collect()

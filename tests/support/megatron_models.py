@@ -1,5 +1,6 @@
 """Tiny random models of every class that converts to Megatron-Core, each with something in it that could go wrong."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -123,7 +124,7 @@ def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model in which no two parameters are equal, biases and norms included."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # a test may save it
         for name, parameter in model.named_parameters():
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
     return model.eval()
