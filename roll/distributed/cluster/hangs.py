@@ -80,9 +80,17 @@ def stacks_of(processes: Sequence[Whereabouts]) -> list[str]:
 
 
 def _on_nodes(
-    processes: Sequence[Whereabouts], job: Callable[[list[int]], list[T]], failed: Callable[[str], T]
+    processes: Sequence[Whereabouts],
+    job: Callable[[list[int]], list[T]],
+    failed: Callable[[str], T],
+    over: threading.Event | None = None,
 ) -> list[T]:
-    """Results of a function of process ids that runs on the node of each process."""
+    """Results of a function of process ids that runs on the node of each process.
+
+    Args:
+        failed: what a node without an answer has, by the reason.
+        over: nobody waits for answers any more.
+    """
     if not processes:  # before the first worker is up, there may be no Ray
         return []
     import ray
@@ -99,7 +107,10 @@ def _on_nodes(
             continue
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
         asked[ray.remote(job).options(num_cpus=0, scheduling_strategy=place).remote(pids)] = there
-    ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_NODE_S) if asked else ([], [])
+    ready: list[Any] = []
+    late, ends = list(asked), time.monotonic() + _NODE_S
+    while late and time.monotonic() < ends and not (over and over.is_set()):
+        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=1.0)
     for ref in ready:
         try:
             found |= dict(zip(asked[ref], ray.get(ref), strict=True))
@@ -358,16 +369,20 @@ class StallWatch:
         self._stop = stop
         self._where = where
         self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> StallWatch:
         if self._timeout is not None and hasattr(os, "memfd_create"):
-            threading.Thread(target=self._watch, args=(self._timeout,), name="stall watch", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, args=(self._timeout,), name="stall watch", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(_NODE_S)  # a thread that uses Ray when it is shut down may end the process on the spot
 
     def _watch(self, timeout: float) -> None:
         period = min(timeout / _LOOKS, 60.0)
@@ -394,6 +409,6 @@ class StallWatch:
         processes = [process for cluster in list(self._clusters.values()) for process in cluster.whereabouts.values()]
         found: dict[Whereabouts | None, int] = {}
         with Fault():  # a node or Ray itself may be gone, which others find out
-            found = dict(zip(processes, _on_nodes(processes, work_of, lambda _: 0), strict=True))
+            found = dict(zip(processes, _on_nodes(processes, work_of, lambda _: 0, self._over), strict=True))
         found[None] = work_of([os.getpid()], with_children=False)[0]
         return found
