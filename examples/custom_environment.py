@@ -24,9 +24,9 @@ class GuessNumber(TextEnv):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         guess = action.strip() if action.strip() in tuple("123456789") else None
         hint = "Not a number." if guess is None else "Higher." if int(guess) < self.number else "Lower."
-        solved = guess == str(self.number)
+        solved, penalty = guess == str(self.number), 0.0 if guess else -0.1
         self.number = 0 if solved else self.number  # rewarded only once
-        return hint, float(solved), solved, False, {"action": guess, "success": solved}
+        return hint, solved + penalty, solved, False, {"action": guess, "success": solved, "penalty": penalty}
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def test_the_guessing_game_is_won_by_its_hints_takes_any_text_and_repeats_with_i
             low, high = (guess + 1, high) if hint == "Higher." else (low, guess - 1)
     env.reset(seed=3)
     for text in ("", "ten", "0", "10", "²", "5 or 6"):
-        assert env.step(text) == ("Not a number.", 0.0, False, False, {"action": None, "success": False})
+        info = {"action": None, "success": False, "penalty": -0.1}
+        assert env.step(text) == ("Not a number.", -0.1, False, False, info)
     numbers = [(env.reset(seed=seed), env.number)[1] for seed in [*range(30), *range(30)]]
     assert numbers[:30] == numbers[30:] and len(set(numbers)) > 4
 
