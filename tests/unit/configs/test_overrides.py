@@ -251,6 +251,7 @@ def test_what_its_receiver_would_refuse_or_take_for_something_else_is_refused_be
 
 @pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_arguments_of_the_shipped_configurations_pass(name, monkeypatch):
+    monkeypatch.syspath_prepend(SHIPPED.parent)  # where an environment of one is
     monkeypatch.setattr(extra("smollm2"), "make", lambda: None)  # whose package the tests do without
     assert found(name) == []
 

@@ -68,6 +68,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / "config.json").write_text(json.dumps({**shape, **heads, "vocab_size": 49152, "tie_word_embeddings": True}))
     for name in ("make", "made"):
         monkeypatch.setattr(extra("smollm2"), name, lambda: model)
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as a start script there has it
     monkeypatch.chdir(tmp_path)
 
 
