@@ -38,17 +38,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 LOGS = pytest.StashKey[object]()
+"""pytest's plugin that catches logs."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Six times a test, pytest would look through the loggers of all that is imported."""
+    """Takes out the plugin that catches logs: six times a test, it looks through all loggers that there are."""
     session.stash[LOGS] = session.config.pluginmanager.unregister(name="logging-plugin")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """What is logged is caught where a test asks for it."""
+    """Puts it back for a test that asks for logs."""
     catching = item.session.stash[LOGS] if "caplog" in getattr(item, "fixturenames", ()) else None
     if catching:
         item.config.pluginmanager.register(catching, "logging-plugin")

@@ -88,8 +88,9 @@ def _on_nodes(
     """Results of a function of process ids that runs on the node of each process.
 
     Args:
-        failed: what a node without an answer has, by the reason.
-        over: nobody waits for answers any more.
+        job: gets the process ids of one node, gives a result for each.
+        failed: makes the result of a process whose node does not answer within 30 seconds, from the reason.
+        over: gives up the nodes that have not answered, within a second of being set.
     """
     if not processes:  # before the first worker is up, there may be no Ray
         return []
@@ -108,8 +109,8 @@ def _on_nodes(
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
         asked[ray.remote(job).options(num_cpus=0, scheduling_strategy=place).remote(pids)] = there
     ready: list[Any] = []
-    late, ends = list(asked), time.monotonic() + _NODE_S
-    while late and time.monotonic() < ends and not (over and over.is_set()):
+    late, deadline = list(asked), time.monotonic() + _NODE_S
+    while late and time.monotonic() < deadline and not (over and over.is_set()):
         ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=1.0)
     for ref in ready:
         try:

@@ -8,7 +8,7 @@ from roll.distributed.cluster.hangs import StallWatch
 
 
 def test_a_watch_that_ends_has_given_up_its_questions(monkeypatch, tmp_path):
-    """A thread that is still at Ray when the run disconnects from it ends the process: nobody hears what failed."""
+    """A thread that uses Ray while the run disconnects may end the process before the run has told its error."""
     asked, given_up = threading.Event(), []
 
     def ask(_processes, _job, _failed, over):
