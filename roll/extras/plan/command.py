@@ -59,7 +59,9 @@ def plan(
         return EXIT_USAGE
 
     def replan(more: Sequence[str]) -> Plan:
-        config, _ = read_config(config_name, folder, [*overrides, *more])
+        changed = {_key(word) for word in more}
+        kept = [word for word in overrides if _key(word) not in changed]
+        config, _ = read_config(config_name, folder, [*kept, *{_key(word): word for word in more}.values()])
         return planned(config, device, pictures)
 
     try:
@@ -85,6 +87,10 @@ def plan(
     else:
         sys.stdout.write(page(found, advice, quicker, config_name))
     return 0 if found.fits else 1
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:

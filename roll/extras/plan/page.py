@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from roll.configs.batches import describe_batches
@@ -25,8 +25,15 @@ MOST_CHANGES = 6
 MOST_HALVINGS = 4
 LEAST_GAIN = 0.9
 """Of a step's seconds, the part that a faster layout may still take."""
-Faster = tuple[tuple[str, ...], float]
-"""Overrides, and the seconds of a step with them."""
+
+
+@dataclass(frozen=True)
+class Faster:
+    """Overrides, the seconds of a step with them, and why it takes no more."""
+
+    overrides: tuple[str, ...]
+    step_seconds: float
+    why: str
 
 
 @dataclass(frozen=True)
@@ -86,31 +93,53 @@ def _advice(changes: Sequence[tuple[str, ...]], plan: Plan) -> Advice:
 
 
 def faster(plan: Plan, replan: Replan) -> Faster | None:
-    """Overrides that share the CPU slots of trainer and generator, and the seconds of a step with them, if it helps.
+    """The layout of a machine's CPU slots with which a step takes the least time, if that is worth a change.
 
-    Unless rollouts go on beside training, the slots of one role wait while the other works. GPUs are left out: there,
-    roles that share a device move their weights in and out.
+    GPUs are left out: roles that share one move their weights in and out, and weights are sent while it computes.
     """
-    takes_turns = isinstance(plan.config, RLConfig) and not plan.config.overlaps
-    generator, trainer = plan.config.actor_infer, plan.config.actor_train
-    if not (plan.fits and takes_turns and plan.device.kind == "cpu") or generator is None:
+    if not plan.fits or plan.device.kind != "cpu":
         return None
+    found = []
+    for changes, why in _layouts(plan):
+        with contextlib.suppress(ConfigErrors):
+            other = replan(changes)
+            if other.fits and other.step_seconds < LEAST_GAIN * plan.step_seconds:
+                found.append(Faster(changes, other.step_seconds, why))
+    return min(found, key=lambda each: each.step_seconds, default=None)
+
+
+def _layouts(plan: Plan) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Trainer and generator on the same slots, all weights on each slot of the trainer, and both; with the reasons."""
+    shared, whole = _same_slots(plan), ("actor_train.strategy_args.strategy_config.fsdp_size=1",)
+    trainer = plan.config.actor_train
+    options = trainer.strategy_args.typed()
+    one = "trainer and generator on the same slots, where neither waits for the other's"
+    all_of_them = "all weights on each slot of the trainer, so that none are sent in a pass"
+    if shared:
+        yield shared, one
+    if isinstance(options, Fsdp2Config) and options.tensor_parallel_size == 1 != options.fsdp_size:
+        if trainer.num_workers > 1:
+            yield whole, all_of_them
+        if shared:
+            yield (*shared, *whole), f"{one}, and {all_of_them}"
+
+
+def _same_slots(plan: Plan) -> tuple[str, ...]:
+    """Overrides that put trainer and generator on all slots of both; none where they share slots, or where rollouts go
+    on beside training."""
+    generator, trainer = plan.config.actor_infer, plan.config.actor_train
+    if not isinstance(plan.config, RLConfig) or plan.config.overlaps or generator is None:
+        return ()
     own, other = trainer.device_mapping or [], generator.device_mapping or []
     both, args = sorted({*own, *other}), trainer.training_args
     copies = args.gradient_accumulation_steps * len(own)
     if set(own) & set(other) or not own or copies % len(both):
-        return None
-    changes = (
+        return ()
+    return (
         f"actor_train.device_mapping={both}".replace(" ", ""),
         f"actor_infer.device_mapping={both}".replace(" ", ""),
         f"actor_train.training_args.gradient_accumulation_steps={copies // len(both)}",
     )
-    try:
-        found = replan(changes)
-    except ConfigErrors:
-        return None
-    helps = found.fits and found.step_seconds < LEAST_GAIN * plan.step_seconds
-    return (changes, found.step_seconds) if helps else None
 
 
 def _tried(plan: Plan, replan: Replan, before: tuple[str, ...]) -> list[tuple[Advice, Plan]]:
@@ -281,7 +310,7 @@ def values(plan: Plan, advice: Sequence[Advice], quicker: Faster | None, name: s
         "run_seconds": plan.run_seconds,
         "practical": plan.is_practical,
         "advice": [{"overrides": list(each.overrides), "needed": each.needed, "fits": each.fits} for each in advice],
-        "faster": None if quicker is None else {"overrides": list(quicker[0]), "step_seconds": quicker[1]},
+        "faster": None if quicker is None else asdict(quicker),
     }
 
 
@@ -382,10 +411,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice], quicker: Faster | None) -> It
     if plan.fits:
         yield "it fits" if plan.is_practical else _impractical(plan)
         if quicker is not None:
-            yield (
-                f"faster, {_duration(quicker[1])} a step, with trainer and generator on the same slots, where neither "
-                f"waits for the other's: {' '.join(quicker[0])}"
-            )
+            yield f"faster, {_duration(quicker.step_seconds)} a step, with {quicker.why}: {' '.join(quicker.overrides)}"
         return
     smallest = next((each for each in advice if each.fits), None)
     if smallest is not None:

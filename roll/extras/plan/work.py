@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from roll.configs.engines.deepspeed import DeepSpeedConfig
@@ -209,6 +209,9 @@ MACHINE = 8
 NETWORK_SHARE = 0.4
 """Of the network's rate that a weight update between machines reaches. These constants are fitted to published speeds,
 see ``scripts/generate_forecast_docs.py``."""
+GATHERED_BYTES, SUMMED_BYTES = 0.45e9, 0.75e9
+"""Bytes of a tensor in a second that two processes on CPU slots of a machine gather (or sum and scatter), and that they
+sum for both, measured with gloo."""
 DISK_BYTES = 1e9
 """Bytes per second of the disk that a machine saves to and loads from, an estimate: ``roll doctor`` measures it."""
 START_SECONDS = {"cpu": 15.0, "gpu": 90.0}
@@ -256,7 +259,14 @@ def training_time(role: Role, samples: Samples, device: Device, devices: int) ->
     share = shared_share(role, samples)
     passes = samples.passes * share * (training_factor(role.lora is not None) + role.recomputes)
     found = _computed(passes, role, samples, device, devices, idle_stages(role, samples, devices))
-    return found if share == 1 else Duration(found.seconds, f"{found.why}; prompts are shared, {share:.0%} is computed")
+    if share != 1:
+        found = Duration(found.seconds, f"{found.why}; prompts are shared, {share:.0%} is computed")
+    layout, steps = layout_of(role), samples.passes * samples.rows / role.worker.global_train_batch_size
+    if not layout.gathered:
+        return _exchanged(found, role, device, devices, 0, steps)
+    micro_batches = _micro_batches(role, "train", replace(samples, rows=role.worker.global_train_batch_size), devices)
+    each = 1 if layout.keeps_gathered else 3  # for the passes forward and backward, and the gradients
+    return _exchanged(found, role, device, devices, steps * micro_batches * each, 0)
 
 
 def idle_stages(role: Role, samples: Samples, devices: int) -> float:
@@ -295,7 +305,32 @@ def shared_share(role: Role, samples: Samples) -> float:
 
 def scoring_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
     """One forward pass."""
-    return _computed(1, role, samples, device, devices, idle_stages(role, samples, devices))
+    found = _computed(1, role, samples, device, devices, idle_stages(role, samples, devices))
+    gathers = _micro_batches(role, "infer", samples, devices) if layout_of(role).gathered else 0
+    return _exchanged(found, role, device, devices, gathers, 0)
+
+
+def _micro_batches(role: Role, phase: Literal["train", "infer"], samples: Samples, devices: int) -> int:
+    """Of a rank, for these samples."""
+    layout = layout_of(role)
+    ranks = max(1, devices // (layout.stages * layout.tensor * layout.sequence))
+    longest = samples.prompt + (samples.longest or samples.answer)
+    return math.ceil(samples.rows / ranks / role.micro_batch(phase, Lengths(longest, samples.answer)).rows)
+
+
+def _exchanged(found: Duration, role: Role, device: Device, devices: int, gathers: float, sums: float) -> Duration:
+    """A pass, and what its ranks send each other on a CPU, where processors that send do not compute meanwhile.
+
+    Args:
+        gathers: times that all weights are gathered, or all gradients scattered.
+        sums: times that all gradients are summed.
+    """
+    size = 4 * (role.parameters if gathers else role.updated)
+    seconds = size * (gathers / GATHERED_BYTES + sums / SUMMED_BYTES)
+    if device.kind != "cpu" or devices == 1 or not seconds:
+        return found
+    times = f"weights or gradients, {gathers:,.0f} times" if gathers else f"gradients, {sums:,.0f} times"
+    return Duration(found.seconds + seconds, f"{found.why}; {seconds:.3g} s for the ranks to exchange {times}")
 
 
 def rollout_time(role: Role, samples: Samples, device: Device, workers: int, each: int, running: int) -> Duration:

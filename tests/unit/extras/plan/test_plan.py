@@ -40,6 +40,8 @@ from roll.extras.plan.memory import (
     trainer_memory,
 )
 from roll.extras.plan.work import (
+    GATHERED_BYTES,
+    SUMMED_BYTES,
     Layout,
     Lengths,
     Role,
@@ -425,6 +427,31 @@ def test_roles_that_wait_for_each_other_are_put_on_the_same_slots(planned, capsy
     assert planned(*rates, *apart, *overlapping)["faster"] is None, "they work at the same time"
     assert main(["plan", *rates, *apart]) == 0
     assert " ".join(told["faster"]["overrides"]) in capsys.readouterr().out
+
+
+def test_a_trainer_on_several_cpu_slots_is_told_to_keep_whole_weights(tmp_path, planned):
+    small = {"model_type": "qwen2", **sizes(49152, 576, 1536, 30, 9, 3), "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    key = "actor_train.strategy_args.strategy_config.fsdp_size"
+    words = [f"pretrain={tmp_path}", "actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0,1]"]
+    words += ["actor_train.training_args={per_device_train_batch_size: 16, gradient_accumulation_steps: 4}"]
+    words += ["num_gpus_per_node=2"]
+
+    def on(device: str, *more: str) -> dict[str, Any]:
+        return planned("rlvr_math", "--devices", device, *words, *more)
+
+    cpu = "CPU,memory=64,tflops=1,bandwidth=20"
+    sharded, whole = on(cpu, f"{key}=-1"), on(cpu, f"{key}=1")
+    assert sharded["faster"]["overrides"] == [f"{key}=1"] and "all weights on each slot" in sharded["faster"]["why"]
+    assert sharded["faster"]["step_seconds"] == pytest.approx(whole["step_seconds"], rel=0.01)
+    assert whole["faster"] is None
+    gain = sharded["seconds"]["train actor_train"] - whole["seconds"]["train actor_train"]
+    each = 4 * ModelShape.of(small).parameters  # four steps, a micro-batch each: weights gathered twice, gradients once
+    assert gain == pytest.approx(4 * each * (3 / GATHERED_BYTES - 1 / SUMMED_BYTES), rel=0.01)
+    kept = on(cpu, f"{key}=-1", f"{key.rpartition('.')[0]}.reshard_after_forward=false")
+    assert whole["step_seconds"] < kept["step_seconds"] < sharded["step_seconds"]
+    for device in ("H100", "CPU,memory=6,tflops=1,bandwidth=20"):
+        assert on(device, f"{key}=-1")["faster"] is None, device
 
 
 def test_advice_is_what_the_plan_with_it_says(planned):
