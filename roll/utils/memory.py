@@ -94,13 +94,20 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
+_spared = False
+"""By this module: what others have frozen, such as a process of which this one is a fork, stays so."""
+
+
 def _spare_what_is_here() -> None:
     """Collects what has become garbage since the last time; what is left is not looked at again before the end.
 
     There it has to be: Triton prints pages about leaked objects behind a run's last line otherwise.
     """
-    gc.unfreeze()
+    global _spared
+    if _spared:  # a second call comes when a worker starts over, whose old model is garbage now
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
-    atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)
+    if not _spared:
+        atexit.register(gc.unfreeze)
+    _spared = True
