@@ -22,7 +22,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A machine with other work draws and runs examples slowly, which says nothing of the code.
 settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("roll", settings.get_profile("thorough"), max_examples=40)
+settings.register_profile("roll", settings.get_profile("thorough"), max_examples=25)
 settings.register_profile("quick", settings.get_profile("thorough"), max_examples=8)  # --hypothesis-profile=quick
 settings.load_profile("roll")
 

@@ -26,6 +26,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import MASTER
 from roll.models import scoring
 from roll.models.lora import LoraSpec
+from tests.support.choice import slow_but
 from tests.support.harness import make_groups
 from tests.support.ranks import (
     assert_near,
@@ -37,7 +38,6 @@ from tests.support.ranks import (
     metrics_of,
     recorded_warnings,
     run_ranks,
-    slow_but,
     tensors_of,
     wanted,
     whole,
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
         "stage3_param_persistence_threshold": 0,
     },
 }
-QUICK = ("zero2-offload", "zero3")
+QUICK = ("zero3",)
 """What ``make test`` runs."""
 
 SHARING: dict[str, tuple[str, dict[str, Any]]] = {

@@ -23,6 +23,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import MASTER
+from tests.support.choice import slow_but
 from tests.support.harness import make_model as make_scoring_model
 from tests.support.ranks import (
     assert_near,
@@ -32,7 +33,6 @@ from tests.support.ranks import (
     gathered,
     leave_rank,
     run_ranks,
-    slow_but,
     wanted,
     write,
 )
@@ -50,7 +50,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "replica": {"fsdp_size": 1},
 }
-NAMES = slow_but(("full", "keep", "replica"), SHARDINGS)
+NAMES = slow_but(("full", "replica"), SHARDINGS)
 """Offloaded weights and moments take the same steps in ``tests/parity`` (``offload2``)."""
 
 

@@ -16,7 +16,8 @@ from roll.distributed.strategy.training.module_trainer import use_liger_kernels
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 from tests.integration.test_fsdp2 import make_model, make_trainer, policy_loss
-from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks, whole
+from tests.support.choice import slow_but
+from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks, wanted, whole
 from tests.support.trainers import make_batch
 
 SHARDED = {"checkpoint": "sharded"}
@@ -27,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "whole replicas": {"fsdp_size": 1},
 }
+NAMES = slow_but(("groups", "tensor"), LAYOUTS)
 
 
 def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
@@ -58,9 +60,10 @@ def two_main(rank: int, port: int, folder: Path, small: Path) -> None:
     leave_rank()
 
 
-def four_main(rank: int, port: int, folder: Path, small: Path) -> None:
+def four_main(rank: int, port: int, folder: Path, small: Path, names: list[str]) -> None:
     enter_rank(port)
-    for name, config in LAYOUTS.items():
+    for name in names:
+        config = LAYOUTS[name]
         trainer = make_trainer(small, config | SHARDED, rank=rank, world_size=4)
         trainer.load(folder / "two")
         state = state_of(trainer)
@@ -86,21 +89,21 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
     path = tmp_path_factory.mktemp("layouts")
     run_ranks(two_main, 2, path, small)
-    run_ranks(four_main, 4, path, small)
+    run_ranks(four_main, 4, path, small, wanted(request, "name"))
     return path
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_shards_of_two_ranks_continue_on_four(folder, name):
     assert_near(load_file(folder / f"{name}-state.safetensors"), load_file(folder / "state.safetensors"), 0.0)
     assert_near(load_file(folder / f"{name}-after.safetensors"), load_file(folder / "after.safetensors"), 5e-6)
     assert float((folder / f"{name}-loss").read_text()) == pytest.approx(float((folder / "loss").read_text()), abs=2e-6)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_saved_beside_training_is_that_of_the_start(folder, name):
     """The model's tensors are whole in the files; the optimizer's lie there as the ranks had them."""
     saved = folder / f"gathered from {name}"
@@ -129,10 +132,10 @@ def test_shards_written_beside_training_are_those_of_the_start(folder):
         assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
 
 
-@pytest.mark.parametrize("name", ["two", *(f"by {name}" for name in LAYOUTS)])
-def test_shards_of_several_ranks_continue_on_one(folder, small, name):
+@pytest.mark.parametrize("source", ["two", *slow_but(("by groups", "by tensor"), [f"by {name}" for name in LAYOUTS])])
+def test_shards_of_several_ranks_continue_on_one(folder, small, source):
     trainer = make_trainer(small)
-    trainer.load(folder / name)
+    trainer.load(folder / source)
     assert trainer.optimizer_steps == 2
     assert_near(state_of(trainer), load_file(folder / "state.safetensors"), 0.0)
 

@@ -26,6 +26,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 from roll.models import scoring
+from tests.support.choice import slow_but
 from tests.support.harness import make_groups
 from tests.support.ranks import (
     assert_near,
@@ -34,7 +35,6 @@ from tests.support.ranks import (
     exported,
     recorded_warnings,
     run_ranks,
-    slow_but,
     wanted,
 )
 from tests.support.sizes import sizes

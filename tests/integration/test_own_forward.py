@@ -20,8 +20,9 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.models import ulysses
 from roll.models.loading import load_causal_lm
+from tests.support.choice import slow_but
 from tests.support.families import tiny_config, tiny_model, with_factors
-from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, slow_but, tensors_of, wanted, write
+from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, wanted, write
 from tests.support.trainers import make_batch, make_context, shares
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")

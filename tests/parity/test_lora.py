@@ -15,6 +15,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.loading import load_causal_lm
 from roll.models.lora import LoraSpec, adapted_names, adapter_dropout, inject_adapter
+from tests.support.choice import slow_but
 from tests.support.harness import (
     ADAPTER,
     Expected,
@@ -34,7 +35,6 @@ from tests.support.ranks import (
     exported_adapter,
     leave_rank,
     run_ranks,
-    slow_but,
     wanted,
 )
 

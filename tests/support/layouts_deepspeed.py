@@ -30,6 +30,7 @@ SLOW = """
     zero2-kept-packed zero2-lora-top_forward_kl zero3-bradley_terry zero3-lora-bradley_terry zero3-lora-recomputed
     zero1 zero3 zero3-moe zero3-routed zero3-bf16 zero2-lora-ulysses2 zero1-ranks4 zero3-ranks4-ulysses2
     zero2-ulysses2 zero3-js_divergence zero1-packed-grouped zero1-lora-packed zero3-kto
+    zero3-grouped
 """
 """Names of the layouts that CI leaves out."""
 

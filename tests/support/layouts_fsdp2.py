@@ -27,6 +27,7 @@ SLOW = """
     ulysses2-top_forward_kl tp2-bradley_terry tp2-routed ulysses2-routed shard2-tp2 ulysses2-shard2
     alone alone-computes-bf16 alone-lora alone-shared-sigmoid alone-top_forward_kl alone-tokens-process
     alone-lora-process alone-lora-routed-groups alone-routed-recomputed tp2-ipo shard2-packed
+    shard2-moe ulysses2 hsdp2x2
 """
 """Names of the layouts that CI leaves out."""
 

@@ -36,6 +36,7 @@ SLOW = """
     recompute-full dp2 pp2 ep2 tp2-sp tp2-sp-packed-bradley_terry dp2-tp2-sp pp2-vpp2-routed-recomputed
     cp2-routed-packed tp2-sp-grouped tp2-sp-packed-lora-bradley_terry tp2-sp-lora-packed cp2-lora-packed
     tp2-sp-pp2-lora tp2-sp-pp2-vpp2-bf16 tp2-sp-cp2-packed tp2-sp-ep2
+    pp2-ep2 pp2-vpp2-grouped cp2-packed dp2-lora-bf16
     single recompute-selective routed-recomputed lora lora-routed-groups dp2-sigmoid tp2-sp-packed-orpo
     pp2-tokens-grouped pp2-lora-process
 """

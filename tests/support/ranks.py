@@ -9,7 +9,7 @@ import random
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,15 +71,6 @@ def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     here = [item for item in request.session.items if item.path == request.path]
     calls = [item.callspec.params for item in here if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     return list(dict.fromkeys(params[argument] for params in calls if argument in params))
-
-
-def slow_but(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
-    """Parameters, texts or tuples for one argument, of which the chosen ones are in the quick run."""
-    return [
-        pytest.param(one, id=one if isinstance(one, str) else "-".join(map(str, one)), marks=marks)
-        for one in every
-        for marks in [() if one in chosen else pytest.mark.slow]
-    ]
 
 
 def enter_rank(port: int, *, on_gpus: bool = False) -> None:

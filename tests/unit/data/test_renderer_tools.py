@@ -100,7 +100,7 @@ def test_text_never_becomes_a_control_token(family, way):
 
 
 @EACH
-@examples(40)
+@examples(15)
 @given(data=st.data())
 def test_nor_do_pieces_of_it_in_any_order(family, data):
     renderer = RENDERERS[family]
