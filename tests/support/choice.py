@@ -1,0 +1,23 @@
+"""Which parameters of a test are in the quick run; ``-m slow`` runs the others."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
+    """Parameters, texts or tuples for one argument, of which the chosen ones are in the quick run."""
+    return [
+        pytest.param(one, id=one if isinstance(one, str) else "-".join(map(str, one)), marks=marks)
+        for one in every
+        for marks in [() if one in chosen else pytest.mark.slow]
+    ]
+
+
+def one_in(number: int, rows: Iterable[Any]) -> list[Any]:
+    """Of many rows that are much alike, each a text or a tuple of arguments, every so many is in the quick run."""
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow if place % number else ())
+        for place, row in enumerate(rows)
+    ]
