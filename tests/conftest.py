@@ -2,15 +2,20 @@
 
 import asyncio
 import atexit
+import functools
 import gc
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from roll.utils.start import quick_start
 
@@ -39,6 +44,45 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 LOGS = pytest.StashKey[object]()
 """pytest's plugin that catches logs."""
+
+
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]
+    """Deals out files to processes; those that need the same processes or imports share one, which has them once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return lane_of(nodeid.partition("::")[0])
+
+
+LANES = {
+    "Ray": re.compile(r"\b(ray_cluster|ray_session|launch|rlvr|offline|warm_workers)\b"),
+    "ranks": re.compile(r"\b(run|start)_ranks\b|import .*\bmeasure\b"),
+    "generators": re.compile(r"\btests.support.contract\b"),
+}
+"""What stands in files that need Ray's cluster, the ranks of trainers, or vLLM."""
+
+
+@functools.cache
+def lane_of(file: str) -> str:
+    """One of ``LANES``, or the file itself; what the files of tests/unit need is soon there."""
+    if file.startswith("tests/unit/"):
+        return file
+    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    return next((lane for lane, words in LANES.items() if words.search(text)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
+    return Lanes(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Processes begin with the lanes, which are longer than any file."""
+    if hasattr(config, "workerinput"):
+        first = [*LANES]
+        lanes = [lane_of(item.nodeid.partition("::")[0]) for item in items]
+        order = sorted(range(len(items)), key=lambda n: first.index(lanes[n]) if lanes[n] in first else len(first))
+        items[:] = [items[n] for n in order]
 
 
 @pytest.hookimpl(trylast=True)
