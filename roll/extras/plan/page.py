@@ -117,7 +117,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[tuple[str, ...], str]]:
     all_of_them = "all weights on each slot of the trainer, so that none are sent in a pass"
     if shared:
         yield shared, one
-    if isinstance(options, Fsdp2Config) and options.tensor_parallel_size == 1 != options.fsdp_size:
+    if isinstance(options, Fsdp2Config) and options.tensor_parallel_size == 1 and options.fsdp_size != 1:
         if trainer.num_workers > 1:
             yield whole, all_of_them
         if shared:

@@ -265,7 +265,7 @@ def training_time(role: Role, samples: Samples, device: Device, devices: int) ->
     if not layout.gathered:
         return _exchanged(found, role, device, devices, 0, steps)
     micro_batches = _micro_batches(role, "train", replace(samples, rows=role.worker.global_train_batch_size), devices)
-    each = 1 if layout.keeps_gathered else 3  # for the passes forward and backward, and the gradients
+    each = 1 if layout.keeps_gathered else 2 + role.updated / role.parameters  # both passes, and the gradients
     return _exchanged(found, role, device, devices, steps * micro_batches * each, 0)
 
 
@@ -329,8 +329,9 @@ def _exchanged(found: Duration, role: Role, device: Device, devices: int, gather
     seconds = size * (gathers / GATHERED_BYTES + sums / SUMMED_BYTES)
     if device.kind != "cpu" or devices == 1 or not seconds:
         return found
-    times = f"weights or gradients, {gathers:,.0f} times" if gathers else f"gradients, {sums:,.0f} times"
-    return Duration(found.seconds + seconds, f"{found.why}; {seconds:.3g} s for the ranks to exchange {times}")
+    what, times = ("weights or gradients", gathers) if gathers else ("gradients", sums)
+    often = "once" if round(times) == 1 else f"{times:,.0f} times"
+    return Duration(found.seconds + seconds, f"{found.why}; {seconds:.3g} s for the ranks to exchange {what} {often}")
 
 
 def rollout_time(role: Role, samples: Samples, device: Device, workers: int, each: int, running: int) -> Duration:
