@@ -38,7 +38,7 @@ demo: $(STAMP)
 
 # Three files at a time keep two cores busy: tests that start a cluster wait for processes to come up half of the time. In
 # the order of their names, the many short files of tests/unit come last; by number of tests, a file of one long test would.
-# Those of Ray, trainers' ranks and generators are one each (tests/conftest.py), whose processes start once.
+# Files that need Ray, trainer ranks or vLLM go to one process each, which starts them once (Lanes in tests/conftest.py).
 # PYTEST_ARGS="tests/unit/data/test_batch.py -k split" picks some.
 test: $(ENGINES)
 ifdef PYTEST_ARGS

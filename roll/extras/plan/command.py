@@ -44,7 +44,7 @@ def plan(
     from roll.configs.problems import ConfigErrors
     from roll.extras.plan.devices import parse_devices, this_device
     from roll.extras.plan.launchers import launcher
-    from roll.extras.plan.page import advise, faster, page, values
+    from roll.extras.plan.page import advise, faster, last_of_each_key, page, values
 
     if output is not None and write is None:
         sys.stderr.write("roll plan: -o/--output: expected --write slurm or --write kuberay with it\n")
@@ -59,9 +59,8 @@ def plan(
         return EXIT_USAGE
 
     def replan(more: Sequence[str]) -> Plan:
-        changed = {_key(word) for word in more}
-        kept = [word for word in overrides if _key(word) not in changed]
-        config, _ = read_config(config_name, folder, [*kept, *{_key(word): word for word in more}.values()])
+        words = last_of_each_key([*overrides, *more]) if more else overrides  # the user's own are read as they are
+        config, _ = read_config(config_name, folder, words)
         return planned(config, device, pictures)
 
     try:
@@ -87,10 +86,6 @@ def plan(
     else:
         sys.stdout.write(page(found, advice, quicker, config_name))
     return 0 if found.fits else 1
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
 
 
 def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:

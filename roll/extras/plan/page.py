@@ -29,7 +29,7 @@ LEAST_GAIN = 0.9
 
 @dataclass(frozen=True)
 class Faster:
-    """Overrides, the seconds of a step with them, and why it takes no more."""
+    """Overrides, the seconds of a step with them, and what makes it faster."""
 
     overrides: tuple[str, ...]
     step_seconds: float
@@ -88,8 +88,13 @@ def advise(plan: Plan, replan: Replan) -> list[Advice]:
 
 def _advice(changes: Sequence[tuple[str, ...]], plan: Plan) -> Advice:
     place = _fullest(plan)
-    words = {word.partition("=")[0]: word for change in changes for word in change}  # the last of a key counts
-    return Advice(tuple(words.values()), place.needed, place.capacity, plan.fits)
+    words = last_of_each_key([word for change in changes for word in change])
+    return Advice(words, place.needed, place.capacity, plan.fits)
+
+
+def last_of_each_key(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Overrides without those that a later one of the same key replaces."""
+    return tuple({word.partition("=")[0].lstrip("+~"): word for word in overrides}.values())
 
 
 def faster(plan: Plan, replan: Replan) -> Faster | None:
@@ -113,15 +118,15 @@ def _layouts(plan: Plan) -> Iterator[tuple[tuple[str, ...], str]]:
     shared, whole = _same_slots(plan), ("actor_train.strategy_args.strategy_config.fsdp_size=1",)
     trainer = plan.config.actor_train
     options = trainer.strategy_args.typed()
-    one = "trainer and generator on the same slots, where neither waits for the other's"
-    all_of_them = "all weights on each slot of the trainer, so that none are sent in a pass"
+    slots = "trainer and generator on the same slots, where neither waits for the other's"
+    copies = "all weights on each slot of the trainer, so that none are sent in a pass"
     if shared:
-        yield shared, one
+        yield shared, slots
     if isinstance(options, Fsdp2Config) and options.tensor_parallel_size == 1 and options.fsdp_size != 1:
         if trainer.num_workers > 1:
-            yield whole, all_of_them
+            yield whole, copies
         if shared:
-            yield (*shared, *whole), f"{one}, and {all_of_them}"
+            yield (*shared, *whole), f"{slots}, and {copies}"
 
 
 def _same_slots(plan: Plan) -> tuple[str, ...]:

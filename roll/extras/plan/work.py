@@ -210,8 +210,8 @@ NETWORK_SHARE = 0.4
 """Of the network's rate that a weight update between machines reaches. These constants are fitted to published speeds,
 see ``scripts/generate_forecast_docs.py``."""
 GATHERED_BYTES, SUMMED_BYTES = 0.45e9, 0.75e9
-"""Bytes of a tensor in a second that two processes on CPU slots of a machine gather (or sum and scatter), and that they
-sum for both, measured with gloo."""
+"""Bytes per second of a whole tensor that two processes of a machine all-gather (or reduce-scatter), and all-reduce,
+with gloo: measured on two CPU cores."""
 DISK_BYTES = 1e9
 """Bytes per second of the disk that a machine saves to and loads from, an estimate: ``roll doctor`` measures it."""
 START_SECONDS = {"cpu": 15.0, "gpu": 90.0}
