@@ -29,14 +29,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll.configs.engines import packages
 from roll.configs.worker import WorkerConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import GenerateStrategy, StrategyContext
-from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
 from roll.models.tokenizer import locate_model
 
@@ -151,7 +150,7 @@ def main() -> None:
         path = Path(folder) / "tiny" if args.model is None else Path(locate_model(args.model)[0])
         if args.model is None:
             make_tiny_model(path, seed=0, num_heads=2)  # vLLM takes no narrower heads
-        model = load_causal_lm(str(path), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         vocab = model.config.vocab_size
         count = 64 if args.model is None else 128
         workloads = {"long": (make_requests(count, (8, 64), (64, 64), vocab), 64)}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.models.pictures import FAMILIES
+from roll.models.products import speed_up
 from roll.models.stored import LowPrecision, scheme_of
 from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model, special_ids_beyond
 from roll.models.weight_files import FolderFit, adopt_names, check_folder, tensor_names
@@ -172,6 +173,7 @@ def load_causal_lm(
     if source is None and model.can_generate() and (fit.files.folder / GENERATION_FILE).is_file():
         model.generation_config = GenerationConfig.from_pretrained(fit.files.folder)  # weights alone were given
     model = model.to(device).eval()  # type: ignore[arg-type]
+    speed_up(model)
     return model
 
 
@@ -194,6 +196,7 @@ def make_skeleton(
     model = _without_values(head, config, dtype, kernel, trust_remote_code=trust_remote_code, pictures=pictures)
     if (names := tensor_names(path)) is not None:
         adopt_names(model, names)
+    speed_up(model)
     return model.eval()
 
 

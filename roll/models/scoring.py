@@ -37,6 +37,7 @@ from roll.models import planned_attention
 from roll.models.heads import OutputHead, ValueHead, trunk_of
 from roll.models.pictures import PictureInput, Tower
 from roll.models.planned_attention import StateLayers
+from roll.models.products import linear
 from roll.models.routing import ExpertRouting
 from roll.utils.progress import advance
 
@@ -168,7 +169,7 @@ class TokenScorer(nn.Module):
         layer = None
         if weight_VH is not None:
             bias = self.model.get_output_embeddings().bias
-            layer = partial(nn.functional.linear, weight=weight_VH, bias=bias)
+            layer = partial(linear, weight=weight_VH, bias=bias)
         read = partial(self._read, kept=given.kept)
         return Distribution(
             read(hidden_KH, layer),

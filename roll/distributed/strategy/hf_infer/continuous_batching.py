@@ -174,7 +174,9 @@ class RunningSequence:
 
 MIN_ROWS = 16
 WIDTH_BLOCK = 16
-PREFILL_BLOCK = 32  # a forward of its own costs a tiny model more than some tokens of padding per prompt
+PREFILL_BLOCK = 32  # a forward of its own costs a tiny model more than some tokens of padding per prompt …
+LARGE_PREFILL_BLOCK = 8  # … and a large one less
+LARGE = 2**25  # parameters
 
 
 _EVERYTHING: IntArray = np.zeros(0, dtype=np.int64)
@@ -233,6 +235,8 @@ class ContinuousBatching:
         self._cache = SlotCache(kinds, max_cache_tokens, getattr(config, "number_of_conv_states", 1))
         self._max_width = getattr(config, "max_position_embeddings", None) or sys.maxsize
         self._rows: _RunningRows | None = None
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self._prefill_block = PREFILL_BLOCK if size < LARGE else LARGE_PREFILL_BLOCK
 
     @property
     def has_work(self) -> bool:
@@ -331,7 +335,7 @@ class ContinuousBatching:
             lengths = [s.length for s in self.running] + [group[0].length for group in groups.values()]
             self._cache.reserve(len(self.running) + num_admitted, max(lengths))
             each = [[group] for group in groups.values()]
-            for batch in each if self._cache.has_states else _equal_widths(groups.values()):
+            for batch in each if self._cache.has_states else _equal_widths(groups.values(), self._prefill_block):
                 self._prefill(batch)
 
     def _prefill(self, groups: Sequence[Sequence[RunningSequence]]) -> None:
@@ -349,7 +353,7 @@ class ContinuousBatching:
         elif width == 0:
             return
         else:
-            width = max(width, min(_prefill_width(width), self._max_width))
+            width = max(width, min(_prefill_width(width, self._prefill_block), self._max_width))
         tokens_GL = np.zeros((len(groups), width), dtype=np.int64)
         for row, group in enumerate(groups):
             tokens_GL[row, : lengths[row]] = vocabulary_ids(group[0].history[:-1])
@@ -509,17 +513,17 @@ def _round_up(count: int, block: int) -> int:
     return -(-count // block) * block
 
 
-def _prefill_width(length: int) -> int:
-    """Tokens that a prompt of so many is filled up to: at most a quarter more, or ``PREFILL_BLOCK``."""
-    block = max(PREFILL_BLOCK, 1 << max(length.bit_length() - 3, 0))
+def _prefill_width(length: int, least: int) -> int:
+    """Tokens that a prompt of so many is filled up to: at most a quarter more, or fewer than ``least`` more."""
+    block = max(least, 1 << max(length.bit_length() - 3, 0))
     return -(-length // block) * block
 
 
-def _equal_widths(groups: Iterable[list[RunningSequence]]) -> Iterator[list[list[RunningSequence]]]:
+def _equal_widths(groups: Iterable[list[RunningSequence]], least: int) -> Iterator[list[list[RunningSequence]]]:
     """Splits prompts, of which the last token is no part, into prefills of one width each; the longest come first."""
 
     def width(group: list[RunningSequence]) -> int:
-        return _prefill_width(group[0].length - 1)
+        return _prefill_width(group[0].length - 1, least)
 
     for _, batch in groupby(sorted(groups, key=lambda group: -group[0].length), key=width):
         yield list(batch)
