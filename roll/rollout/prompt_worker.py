@@ -9,7 +9,9 @@ import asyncio
 import inspect
 import json
 import math
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 
 
 ScoreFn = Callable[[Sample], Awaitable[RewardResult]]
+
+_DECODERS = 4
+"""Most threads that decode pictures in a worker: each keeps some memory of what it has decoded."""
 
 
 class PromptEnv:
@@ -331,6 +336,7 @@ class PromptWorker(RolloutWorker):
         trusts = context.trust_remote_code
         tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
         self._pictures = context.pictures and context.pictures.with_tokenizer(tokenizer)
+        self._decoders = ThreadPoolExecutor(min(_DECODERS, os.cpu_count() or 1), thread_name_prefix="pictures")
         renderer = ChatRenderer(tokenizer, context.template, self._pictures)
         self.managers = {
             name: PromptManager(renderer, params, context.limits[name]) for name, params in context.params.items()
@@ -379,7 +385,8 @@ class PromptWorker(RolloutWorker):
         """
         assert isinstance(spec, PromptSpec)
         if spec.prompt.has_pictures:
-            spec = replace(spec, prompt=await asyncio.to_thread(self._shown, spec.prompt))
+            loop = asyncio.get_running_loop()
+            spec = replace(spec, prompt=await loop.run_in_executor(self._decoders, self._shown, spec.prompt))
         return await super().run_group(spec)
 
     def _shown(self, prompt: Prompt) -> Prompt:

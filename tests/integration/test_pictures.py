@@ -14,8 +14,15 @@ from roll.__main__ import main
 from tests.integration.conftest import assert_same_tensors, rows, write
 from tests.integration.test_agents import assert_trained_is_what_was_sampled
 from tests.integration.test_async_runs import OVERLAP
+from tests.support.contract import OPTIONS, needs_seeing
 from tests.support.judges import Summing
-from tests.support.picture_models import IMAGE, PROCESSOR, greedy_words, make_picture_model, make_tokenizer
+from tests.support.picture_models import (
+    IMAGE,
+    PROCESSOR,
+    greedy_words,
+    make_picture_model,
+    make_tokenizer,
+)
 
 
 def pictured(path: Path) -> list[np.ndarray]:
@@ -40,16 +47,22 @@ LENGTHS = ("prompt_length=96", "sequence_length=102", "val_batch_size=1", "max_s
 
 
 @pytest.mark.slow
-def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, monkeypatch):
-    model = make_picture_model(tmp_path / "model", "qwen3_vl")
+@pytest.mark.parametrize("engine", ["hf_infer", "sglang"])
+def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, monkeypatch, engine):
+    needs_seeing(engine)
+    model = make_picture_model(tmp_path / "model", "qwen3_vl", tower={"intermediate_size": 64})
     pictured(tmp_path)
-    run = rlvr(f"pretrain={model}", *LENGTHS).ended()
-    assert run.metrics[1]["mismatch/logprob_diff_max"] < 1e-4
-    assert (run.checkpoint(1) / "actor_train" / "preprocessor_config.json").is_file()
-    figures = {name: value for name, value in run.metrics[1].items() if name.startswith("eval/mean")}
+    strategy = json.dumps({"strategy_name": engine, "strategy_config": OPTIONS.get(engine)})
+    keys = (*LENGTHS[:3], f"actor_infer.strategy_args={strategy}", "max_steps=2")
+    run = rlvr(f"pretrain={model}", *keys).ended()
+    for step in (1, 2):
+        assert run.metrics[step]["mismatch/logprob_diff_max"] < 1e-4
+        assert run.metrics[step]["rollout/dropped"] == 0
+    assert (run.checkpoint(2) / "actor_train" / "preprocessor_config.json").is_file()
+    figures = {name: value for name, value in run.metrics[2].items() if name.startswith("eval/mean")}
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(run.path)]) == 0 and figures
-    again = json.loads((run.path.with_name("run_eval_1") / "metrics.jsonl").read_text().splitlines()[-1])
+    again = json.loads((run.path.with_name("run_eval_2") / "metrics.jsonl").read_text().splitlines()[-1])
     assert {name: again[name] for name in figures} == figures
 
 

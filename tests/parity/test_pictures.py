@@ -35,7 +35,7 @@ from roll.models.loading import load_causal_lm
 from roll.models.lora import PREFIX, matrix_shapes
 from roll.models.pictures import FAMILIES, VIDEO_FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
-from tests.support.contract import OPTIONS, buckets_of, burst, context_of, weights_of
+from tests.support.contract import OPTIONS, buckets_of, burst, context_of, needs_seeing, weights_of
 from tests.support.harness import (
     ALL_ADAPTED,
     MEASURES,
@@ -535,13 +535,7 @@ def test_vllm_sees_with_an_adapter_as_the_merged_model(tmp_path, family):
                 adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=layers))
                 assert not set_peft_model_state_dict(adapted, tensors).unexpected_keys
                 model = adapted.merge_and_unload()
-            expected = sequences_of(12, family)
-            finish(batching_of(folder, model), expected)
-            requests = [replace(s.request, params=replace(s.request.params, ignore_eos=True)) for s in expected]
-            completions = asyncio.run(burst(engine, requests))
-            assert [c.token_ids.tolist() for c in completions] == [s.tokens for s in expected]
-            said, wanted = (np.concatenate([each.logprobs for each in rows]) for rows in (completions, expected))
-            np.testing.assert_allclose(said, wanted, atol=1e-4)
+            assert unlike_hf_infer(engine, folder, model, family) <= 1e-4
     finally:
         engine.shutdown()
 
@@ -557,7 +551,7 @@ ENGINES = [("vllm", family) for family in CARD.pictured] + [("sglang", family) f
 @pytest.mark.parametrize(("engine", "family"), ENGINES)
 def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
     """Before and after an update that changes the tower alone: neither features nor keys of the old one are found."""
-    needs_engine(engine)
+    needs_seeing(engine)
     sizes: dict[str, Any] = SGLANG_SIZES if engine == "sglang" else {}
     if not (folder := models / f"{family} {engine}").exists():
         (make_model_for_vllm if engine == "vllm" else make_model)(folder, family, **sizes)
@@ -570,41 +564,53 @@ def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
     try:
         model = load_causal_lm(str(folder), pictures=True)
         for version in range(2):
-            expected = sequences_of(12, family)
-            finish(batching_of(folder, model), expected)
-            requests = [replace(s.request, params=replace(s.request.params, ignore_eos=True)) for s in expected]
             if reason := VLLM_REFUSES.get(family):
                 with pytest.raises(EngineStoppedError, match=reason):
-                    asyncio.run(burst(engine, requests))
+                    unlike_hf_infer(engine, folder, model, family)
                 return record("family", row_of | {"refused": f"on a CPU, in float32: {reason}"})
-            completions = asyncio.run(burst(engine, requests))
-            assert [c.token_ids.tolist() for c in completions] == [s.tokens for s in expected]
-            said, wanted = (np.concatenate([each.logprobs for each in rows]) for rows in (completions, expected))
+            worst = max(worst, unlike_hf_infer(engine, folder, model, family))
             scored_T = engine.logprobs(batch).logprobs_T
             unlike = float((plain_logprobs(model, batch, 1.0) - scored_T).abs().max())
-            worst = max(worst, float(np.abs(said - wanted).max()), unlike)
+            worst = max(worst, unlike)
             for name, parameter in model.named_parameters():
                 if "visual" in name or "vision_tower" in name:
                     parameter.data += 0.05 * torch.randn_like(parameter)
             asyncio.run(engine.update_weights(buckets_of(weights_of(model)), version + 1))
+        blind = replace(sequences_of(12, family)[0].request, request_id="blind", items=())
         with pytest.raises(ValueError, match="content of none of the row's 0 items"):
-            asyncio.run(engine.generate(replace(requests[0], request_id="blind", items=())))
+            asyncio.run(engine.generate(blind))
     finally:
         engine.shutdown()
     record("family", row_of | {"logprobs": worst})
     assert worst <= row(family, "fsdp2_train", "whole").bound("logprobs")
 
 
-def needs_engine(engine: str) -> None:
-    if engine == "sglang" and not OPTIONS:
-        pytest.skip("ROLL_SGLANG_PYTHON names no environment (make test-sglang)")
-    if engine == "vllm" and find_spec("torchvision") is None:
-        pytest.skip("vLLM's towers need torchvision: tests/support/torchvision_alone")
+def unlike_hf_infer(engine: Any, folder: Path, model: Any, family: str) -> float:
+    """The largest difference between the log-probs of greedy completions, which are equal, by an engine and ours."""
+    expected = sequences_of(12, family)
+    finish(batching_of(folder, model), expected)
+    requests = [replace(s.request, params=replace(s.request.params, ignore_eos=True)) for s in expected]
+    completions = asyncio.run(burst(engine, requests))
+    assert [c.token_ids.tolist() for c in completions] == [s.tokens for s in expected]
+    said, wanted = (np.concatenate([each.logprobs for each in rows]) for rows in (completions, expected))
+    return float(np.abs(said - wanted).max())
 
 
-def served(engine: str, folder: Path, **context: Any) -> Any:
-    made = STRATEGIES.get(engine)(
-        context_of(engine, str(folder), OPTIONS.get(engine), pictures=True, sequence_length=512, **context)
-    )
+@pytest.mark.slow
+def test_a_picture_may_be_cut_by_sglangs_prefill(models):
+    needs_seeing("sglang")
+    folder = models / "qwen3_vl cut"
+    make_model(folder, "qwen3_vl", **SGLANG_SIZES)
+    assert max(len(sequence.request.prompt_ids) for sequence in sequences_of(12, "qwen3_vl")) > 16
+    engine: Any = served("sglang", folder, chunked_prefill_size=16)
+    try:
+        assert unlike_hf_infer(engine, folder, load_causal_lm(str(folder), pictures=True), "qwen3_vl") <= 1e-4
+    finally:
+        engine.shutdown()
+
+
+def served(engine: str, folder: Path, **options: Any) -> Any:
+    config = OPTIONS.get(engine, {}) | options
+    made = STRATEGIES.get(engine)(context_of(engine, str(folder), config, pictures=True, sequence_length=512))
     made.setup()
     return made

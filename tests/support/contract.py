@@ -4,10 +4,12 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -203,3 +205,11 @@ async def first_token(engine: Any) -> None:
     """Waits until requests that were handed in before have a token: a later one that wants a single token is done."""
     await asyncio.sleep(0)
     await engine.generate(GenerateRequest("probe", np.array([5, 6, 7]), SamplingParams(max_new_tokens=1)))
+
+
+def needs_seeing(engine: str) -> None:
+    """Skips a test of an engine that is not here, or sees no pictures here."""
+    if engine == "sglang" and not OPTIONS:
+        pytest.skip("ROLL_SGLANG_PYTHON names no environment (make test-sglang)")
+    if engine == "vllm" and find_spec("torchvision") is None:
+        pytest.skip("vLLM's towers need torchvision: tests/support/torchvision_alone")

@@ -2,8 +2,10 @@
 
 import asyncio
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from roll.data.prompts import Prompt, PromptSampler
 from roll.data.questions import question_in
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.data.row_pictures import with_items
 from roll.models.tiny import make_tokenizer
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
@@ -151,6 +154,12 @@ def spec(**changes: Any) -> PromptSpec:
 def run_group(
     tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec, held_out: LengthLimits = LIMITS, **more: Any
 ) -> RolloutGroup:
+    return asyncio.run(prompt_worker(tokenizer_path, engine, scorer, held_out, **more).run_group(group))
+
+
+def prompt_worker(
+    tokenizer_path: str, engine: Engine, scorer: Any, held_out: LengthLimits = LIMITS, **more: Any
+) -> PromptWorker:
     worker = PromptWorker("rollout", 0, 1, {})
     params = {"train": PARAMS, "val": replace(PARAMS, temperature=0.3)}
     limits = {"train": LIMITS, "val": held_out}
@@ -158,7 +167,7 @@ def run_group(
     worker.setup(PromptWorkerContext(tokenizer_path, "native", params, limits, domains, spread=False, **more))
     worker.client = engine  # type: ignore[assignment]
     worker.rewards = {"maths": scorer.score}
-    return asyncio.run(worker.run_group(group))
+    return worker
 
 
 class Choosy(Scorer):
@@ -209,15 +218,46 @@ def test_the_baseline_is_one_more_greedy_answer_without_which_the_group_is_lost(
     assert not lost.trajectories and lost.baseline is None and lost.dropped == 3
 
 
-def test_pictures_are_decoded_once_for_a_group_and_travel_once(tmp_path):
-    pictures = Pictures.of(make_processor(tmp_path / "model"))
-    assert pictures is not None
-    pixels, file = np.random.default_rng(0).integers(0, 256, (56, 84, 3), np.uint8), tmp_path / "a.png"
-    Image.fromarray(pixels).save(file)
+@pytest.fixture
+def pictures(tmp_path) -> Pictures:
+    found = Pictures.of(make_processor(tmp_path / "model"))
+    assert found is not None
+    return found
+
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (56, 84, 3), np.uint8)
+
+
+def plan_with_a_picture(file: Path) -> PromptPlan:
+    """Groups of three answers to a prompt with one picture."""
+    Image.fromarray(PIXELS).save(file)
     content = [{"type": "image", "image": Source(file, "images[0]")}, {"type": "text", "text": "?"}]
     prompt = replace(PROMPT, messages=({"role": "user", "content": content},))
-    plan = PromptPlan(PromptSampler([prompt], seed=3), group_size=3, num_slots=8, seed=3, sampling="train")
-    group = plan.spec(0)
+    return PromptPlan(PromptSampler([prompt], seed=3), group_size=3, num_slots=8, seed=3, sampling="train")
+
+
+def test_a_worker_decodes_the_pictures_of_few_prompts_at_a_time(tmp_path, monkeypatch, pictures):
+    worker = prompt_worker(str(tmp_path / "model"), Engine(), Choosy(), pictures=pictures)
+    plan, now, seen = plan_with_a_picture(tmp_path / "a.png"), [], []
+
+    def slow(messages: Any, pictures: Pictures) -> Any:
+        now.append(messages)
+        seen.append(len(now))
+        time.sleep(0.02)
+        now.pop()
+        return with_items(messages, pictures)
+
+    async def run() -> None:
+        await asyncio.gather(*(worker.run_group(plan.spec(number)) for number in range(12)))
+
+    monkeypatch.setattr("roll.rollout.prompt_worker.with_items", slow)
+    asyncio.run(run())
+    assert len(seen) == 12 and max(seen) <= 4
+
+
+def test_pictures_are_decoded_once_for_a_group_and_travel_once(tmp_path, pictures):
+    pixels, file = PIXELS, tmp_path / "a.png"
+    group = plan_with_a_picture(file).spec(0)
     file.unlink()  # a worker on another machine does not have it
     engine, scorer = Engine(), Choosy()
     played = run_group(str(tmp_path / "model"), engine, scorer, group, pictures=pictures)
@@ -228,7 +268,7 @@ def test_pictures_are_decoded_once_for_a_group_and_travel_once(tmp_path):
     assert len(pickle.dumps(FlatGroups.of([played]))) < 1.5 * pixels.nbytes
     batch = groups_to_batch([played], ["sums"])
     assert batch.items_I is not None and [*map(len, batch.items_I)] == [1, 1, 1]
-    broken = replace(prompt, messages=({"role": "user", "content": [{"type": "image", "image": Source(b"x", "a")}]},))
+    broken = replace(PROMPT, messages=({"role": "user", "content": [{"type": "image", "image": Source(b"x", "a")}]},))
     with pytest.raises(PictureError, match="prompt p1: a: no picture"):
         run_group(str(tmp_path / "model"), Engine(), Choosy(), replace(group, prompt=broken), pictures=pictures)
 
