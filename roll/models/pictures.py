@@ -42,6 +42,9 @@ VIDEO_FAMILIES = ("qwen3_vl",)
 _JOINED_ROWS, _LEAST_ROWS = 1024, 16
 """Tokens of the pictures that go through a tower together where no bit may depend on the others: at most, unless one
 picture has more, and at least."""
+_ONE_SEQUENCE = ("mistral3",)
+"""Families whose tower attends over the pictures of a pass as over one sequence: the last bits of a picture's features
+then depend on its place in it, on processors with AVX-512."""
 _KNOWN_POSITIONS = 1024
 """Arrangements of words and pictures that a tower remembers the positions of: those of a group's prompts are equal."""
 
@@ -100,7 +103,8 @@ class Tower:
     Args:
         model: of a class that takes pictures; a causal language model or its trunk.
         pictures: the picture processor of its folder.
-        apart: with one thread on a CPU, no bit of a picture's features depends on what other pictures there are.
+        apart: with one thread on a CPU, no bit of a picture's features depends on what other pictures there are, if the
+            tower's layers have multiples of 32 units (functions of what is left at a tensor's end round differently).
 
     Raises:
         ValueError: no test has compared such a model.
@@ -112,6 +116,7 @@ class Tower:
         self._trunk: Any = model.base_model
         self.pictures = pictures
         self._apart = apart
+        self._in_one_sequence = model.config.model_type in _ONE_SEQUENCE
         self._blank = Item(np.zeros((*pictures.smallest, 3), dtype=np.uint8))
         self._token = model.config.image_token_id
         self._tokens = [self._token, getattr(model.config, "video_token_id", self._token)]
@@ -290,7 +295,8 @@ class Tower:
         passes = []
         for alike in sizes.values():
             rows = sum(map(self.pictures.ids(alike[0]).count, {*self._tokens}))
-            most, least = max(_JOINED_ROWS // rows, 1), -(-_LEAST_ROWS // rows)
+            most = 1 if self._in_one_sequence else max(_JOINED_ROWS // rows, 1)
+            least = -(-_LEAST_ROWS // rows)
             for start in range(0, len(alike), most):
                 part = alike[start : start + most]
                 passes.append(part + part[-1:] * (least - len(part)))
