@@ -29,6 +29,7 @@ from roll.data.kept_sets import kept_sizes
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
+from roll.distributed.strategy.hf_infer import continuous_batching
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.distributed.weights.buckets import WeightBucket
 from roll.models.tiny import make_tokenizer
@@ -179,7 +180,10 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
         pytest.param("falcon_h1", 20, 1, 60, marks=pytest.mark.slow),
     ],
 )
-def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(family, count, low, high, model_path):
+@pytest.mark.parametrize("block", [32, 8], ids=["small", "large"])
+def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(family, count, low, high, block, model_path, monkeypatch):
+    """Nor where prompts are filled up as those of a large model are."""
+    monkeypatch.setattr(continuous_batching, "PREFILL_BLOCK", block)
     with one_thread(), engine_of(model_path(family)) as engine:
         requests = requests_of(prompts(count, seed=3, low=low, high=high), max_new_tokens=6, seed=7)
         together = asyncio.run(burst(engine, requests))
