@@ -212,7 +212,7 @@ def main() -> int:
     print(f"  held-out accuracy {shares[0]:.1%} -> {shares[1]:.1%}", flush=True)
     data = out / "data"
     work = {
-        "model": os.path.realpath(config["actor_train"]["model_args"].get("model_name_or_path") or model_folder()),
+        "model": str(model_folder()),
         "rows": [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()],
         "held_out": [json.loads(line) for line in (data / "val.jsonl").read_text().splitlines()],
         "system_prompt": config["actor_train"]["data_args"]["system_prompt"],

@@ -48,7 +48,16 @@ def speed_up(model: nn.Module) -> None:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What ``nn.functional.linear`` computes, the quicker way."""
+    """What ``nn.functional.linear`` computes, the quicker way where there is one.
+
+    Args:
+        inputs: [..., I].
+        weight: [O, I].
+        bias: [O].
+
+    Returns:
+        [..., O].
+    """
     if not is_quicker() or weight.numel() < LEAST_WEIGHTS or not _takes(inputs, weight):
         return nn.functional.linear(inputs, weight, bias)
     result: Tensor = (_Linear.apply if torch.is_grad_enabled() else _product)(inputs, weight, bias)
@@ -91,6 +100,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Rows of ``inputs`` times those of ``weight``, by oneDNN."""
+    """[..., O] of [..., I] and [O, I], by oneDNN, which Inductor calls in this way too."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
     return result
