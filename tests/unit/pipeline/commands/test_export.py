@@ -85,9 +85,7 @@ def test_the_card_says_what_was_trained_and_keeps_that_of_the_base(runs, model, 
     (base / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n")
     shutil.copytree(runs["adapter"][0], run)
     config = {
-        "pretrain": str(base),
-        "max_steps": 9,
-        "adv_estimator": "grpo",
+        **{"pretrain": str(base), "max_steps": 9, "adv_estimator": "grpo"},
         "rewards": {"maths": {"verifiers": [{"name": "math"}], "api_key": "planted-in-a-key"}},
         "actor_train": {"data_args": {"file_name": ["sums.jsonl"]}, "model_args": {"lora_target": "q_proj"}},
         "tracker_kwargs": {"note": "planted-in-the-environment"},
