@@ -1,5 +1,6 @@
-"""The ``roll`` command: what it lists, how it finds a pipeline, and how little it loads to say so."""
+"""The ``roll`` command: what it lists, how it finds a pipeline, and what it says of a wrong line."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,37 +16,39 @@ from roll.models.tiny import make_tokenizer
 from roll.pipeline import cli
 from roll.pipeline.programs import PROGRAMS, configurations
 from roll.utils.registry import extra, import_path
-
-HEAVY = {"pydantic", "hydra", "yaml", "numpy", "torch", "ray", "transformers", "rich", "argcomplete"}
-
-
-def test_help_loads_nothing_heavy():
-    code = f"""
-import sys
-from pathlib import Path
-from roll.__main__ import command_line, main
-try:
-    main(["--help"])
-except SystemExit as ended:
-    sys.exit(ended.code or repr({HEAVY} & set(sys.modules)).replace("set()", ""))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr.strip() == ""
-    assert "roll train agentic_sokoban" in done.stdout
+from tests.support.cli import call, refused
 
 
 def test_version(capsys):
-    for call in (lambda: main(["--version"]), lambda: cli.main(["--version"])):
+    for command in (main, cli.main):
         with pytest.raises(SystemExit) as ended:
-            call()
+            command(["--version"])
         assert ended.value.code == 0
         assert capsys.readouterr().out == f"roll {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["config"], ["env"], ["verifiers"], ["template"]])
-def test_a_command_that_is_not_finished_shows_its_usage(capsys, words):
-    assert main(words) == 2
-    assert " ".join(["usage: roll", *words]) in capsys.readouterr().err
+NOBODY = "^a path begins with ~ and a name that no user of this machine has$"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "usage: roll"),
+        *(([group], f"usage: roll {group}") for group in ("config", "env", "verifiers", "template")),
+        (["chat", "~nobody-here/m"], NOBODY),
+        (["validate", "rlvr_math", "pretrain=~nobody-here"], NOBODY),
+        (["validate", "./mine.yml"], "a file whose name ends in .yaml"),
+        (["validate", "./mine"], "a file whose name ends in .yaml"),
+        (["train", "traj_envs"], r"rewards \(rlvr\)"),  # a file without a pipeline's section is no configuration
+        (["score", "x.jsonl", "--verifier", "math", "--overwrite"], "unrecognized arguments: --overwrite$"),
+        (["chat", "x", "--engine"], "unrecognized arguments: --engine$"),
+    ],
+)
+def test_what_is_wrong_with_a_command_line_is_told(capsys, tmp_path, monkeypatch, words, told):
+    for name in ("mine.yml", "mine"):
+        (tmp_path / name).write_text("defaults: [rlvr_math, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    assert re.search(told, refused(capsys, *words))
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
@@ -67,17 +70,10 @@ def test_a_command_that_is_interrupted_shows_no_traceback(monkeypatch, capsys, c
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("words", [["chat", "~nobody-here/m"], ["validate", "rlvr_math", "pretrain=~nobody-here"]])
-def test_the_home_of_a_user_who_is_not_there_shows_no_traceback(capsys, words):
-    assert main(words) == 2
-    assert capsys.readouterr().err == "a path begins with ~ and a name that no user of this machine has\n"
-
-
 def test_a_file_whose_name_begins_with_a_tilde_is_a_file(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("~mine.yaml").write_text("defaults: [sft_math, _self_]\nexp_name: mine\n")
-    assert main(["validate", "./~mine.yaml"]) == 0
-    assert "~mine: valid" in capsys.readouterr().out
+    assert "~mine: valid" in call(capsys, "validate", "./~mine.yaml")[0]
 
 
 def test_output_that_nobody_reads_to_its_end_shows_no_traceback():
@@ -99,20 +95,18 @@ def test_a_pipe_that_is_not_the_output_is_an_error_of_its_own(monkeypatch, capsy
 
 
 def test_lists_name_what_a_configuration_may_choose(capsys):
-    assert main(["config", "list"]) == 0
-    out = capsys.readouterr().out
+    out, _ = call(capsys, "config", "list")
     assert "agentic_sokoban " in out and "rlvr_math " in out and "train=deepspeed|fsdp2|megatron" in out
     assert "traj_envs" not in out  # a file for others to include
     assert "rlvr_tools_agent " in out and "rlvr_mcp " in out  # whose pipeline is that of the file that they include
     for group in ("env", "envs"):
-        assert main([group, "list"]) == 0
-        assert "sokoban      Sokoban, as text or as a picture" in capsys.readouterr().out
-    assert main(["verifiers", "list"]) == 0
-    assert {"custom", "gsm8k", "math"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+        assert "sokoban      Sokoban, as text or as a picture" in call(capsys, group, "list")[0]
+    out, _ = call(capsys, "verifiers", "list")
+    assert {"custom", "gsm8k", "math"} <= {line.split()[0] for line in out.splitlines()}
 
 
 def test_no_pipeline_reads_the_sections_by_which_an_earlier_one_is_found():
-    fields = [set(import_path(program.schema).model_fields) for program in PROGRAMS.values()]  # type: ignore[attr-defined]
+    fields = [set(import_path(program.schema).model_fields) for program in PROGRAMS.values()]
     for position, program in enumerate(PROGRAMS.values()):
         assert set(program.sections) <= fields[position]
         assert not set(program.sections) & set().union(*fields[position + 1 :])
@@ -123,20 +117,16 @@ def test_no_pipeline_reads_the_sections_by_which_an_earlier_one_is_found():
 def test_every_shipped_configuration_is_valid_with_the_pipeline_that_is_found_for_it(capsys, monkeypatch, name):
     monkeypatch.syspath_prepend(SHIPPED.parent)  # where the agent programs of some are
     monkeypatch.setattr(extra("smollm2"), "make", lambda: None)  # whose package the tests do without
-    assert main(["validate", name]) == 0
-    assert f"{name}: valid" in capsys.readouterr().out
+    assert f"{name}: valid" in call(capsys, "validate", name)[0]
 
 
 def test_a_file_and_its_overrides_in_any_order(capsys, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [rlvr_math, _self_]\nmax_steps: 7\n")
     file = ["config", "print", str(tmp_path / "mine.yaml"), "seed=5", "train=megatron", "infer=vllm"]
     named = ["config", "print", "mine", "seed=5", "--config-path", str(tmp_path), "train=megatron", "infer=vllm"]
-    printed = []
-    for words in (file, named):
-        assert main(words) == 0
-        printed.append(capsys.readouterr().out)
-    values = yaml.safe_load(printed[0])
-    assert printed[0] == printed[1]
+    printed, again = (call(capsys, *words)[0] for words in (file, named))
+    values = yaml.safe_load(printed)
+    assert printed == again
     assert (values["seed"], values["max_steps"], values["exp_name"]) == (5, 7, "rlvr_math")
     assert values["actor_train"]["strategy_args"] == {"strategy_name": "megatron_train", "strategy_config": {}}
 
@@ -159,60 +149,32 @@ def test_aliases_that_stand_for_millions_of_values_are_refused_at_once(capsys, t
     (tmp_path / "bomb.yaml").write_text(bomb)
     for text in ("defaults: [bomb, agentic_sokoban, _self_]\n", f"defaults: [agentic_sokoban, _self_]\n{bomb}"):
         (tmp_path / "mine.yaml").write_text(text)
-        assert main(["validate", str(tmp_path / "mine.yaml")]) == 2
-        assert "e+11 keys and values, with aliases (*name) written out" in capsys.readouterr().err
+        told = refused(capsys, "validate", tmp_path / "mine.yaml")
+        assert "e+11 keys and values, with aliases (*name) written out" in told
     (tmp_path / "mine.yaml").write_text("defaults: [agentic_sokoban, _self_]\nsystem_envs: &e {A: '1'}\n")
-    assert main(["validate", str(tmp_path / "mine.yaml")]) == 0
-
-
-@pytest.mark.parametrize("name", ["mine.yml", "mine"])
-def test_a_file_with_another_suffix_is_told_so(capsys, tmp_path, monkeypatch, name):
-    (tmp_path / name).write_text("defaults: [rlvr_math, _self_]\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["validate", f"./{name}"]) == 2
-    assert "a file whose name ends in .yaml" in capsys.readouterr().err
-
-
-def test_a_file_without_a_pipelines_section_is_no_configuration(capsys):
-    assert main(["train", "traj_envs"]) == 2
-    assert "rewards (rlvr)" in " ".join(capsys.readouterr().err.split())
+    call(capsys, "validate", tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize("words", [["--max_steps=3"], ["--max_steps", "3"]])
 def test_a_key_given_as_an_option_is_told_its_spelling(capsys, words):
-    for call in (lambda: main(["train", "rlvr_math", *words]), lambda: cli.main(words)):
+    for command, given in ((main, ["train", "rlvr_math", *words]), (cli.main, words)):
         with pytest.raises(SystemExit) as ended:
-            call()
+            command(given)
         assert ended.value.code == 2
         assert "a key of the configuration is given as max_steps=" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", [["score", "x.jsonl", "--verifier", "math", "--overwrite"], ["chat", "x", "--engine"]]
-)
-def test_an_unknown_option_that_is_no_key_is_not_taken_for_one(capsys, words):
-    with pytest.raises(SystemExit):
-        main(words)
-    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {words[-1]}\n")
-
-
 @pytest.mark.parametrize("words", [["max_steps", "=", "3"], ["max_steps=", "3"], ["max_steps", "=3"]])
 def test_spaces_around_an_equals_sign_are_one_problem(capsys, words):
-    assert main(["validate", "rlvr_math", *words, "seed=1"]) == 2
-    err = capsys.readouterr().err
-    assert "1 problem" in err and "max_steps=3" in err and "no spaces around =" in err
+    told = refused(capsys, "validate", "rlvr_math", *words, "seed=1")
+    assert "1 problem" in told and "max_steps=3" in told and "no spaces around =" in told
 
 
 def test_a_shell_is_offered_completions(tmp_path):
     out = tmp_path / "offered"
     line = "roll train agentic_sok"
-    environment = {
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(out),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "PYTHONPATH": str(SHIPPED.parents[1]),
-    }
+    environment = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(out), "PYTHONPATH": str(SHIPPED.parents[1])}
+    environment |= {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     code = "import sys; sys.argv[0] = 'roll'; from roll.__main__ import main; main()"
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
     assert set(out.read_text().split("\013")) == {"agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b"}
@@ -255,17 +217,11 @@ def test_completion_offers_names_keys_and_values(line, some, tmp_path, monkeypat
 
 def test_a_chat_template_is_checked(capsys, tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
-    assert main(["template", "check", str(tmp_path)]) == 0
-    page = capsys.readouterr().out
+    check = ("template", "check")
+    page, _ = call(capsys, *check, tmp_path)
     assert "append-only:       answers yes" in page and "tool dialect:      hermes" in page
     forgetful = "{% for m in messages[-1:] %}{{ m.content }}<|im_end|>{% endfor %}"
-    assert main(["template", "check", str(tmp_path), "--template", forgetful]) == 1
-    assert "problem  rewrites-history: " in capsys.readouterr().out
-    for wrong, said in (
-        (["--template", "qwen9"], "'qwen9' is neither 'native'"),
-        (["--template", "{% x"], "cannot render"),
-    ):
-        assert main(["template", "check", str(tmp_path), *wrong]) == 2
-        assert said in capsys.readouterr().err
-    assert main(["template", "check", str(tmp_path / "missing")]) == 2
-    assert "missing" in capsys.readouterr().err
+    assert "problem  rewrites-history: " in call(capsys, *check, tmp_path, "--template", forgetful, code=1)[0]
+    assert "'qwen9' is neither 'native'" in refused(capsys, *check, tmp_path, "--template", "qwen9")
+    assert "cannot render" in refused(capsys, *check, tmp_path, "--template", "{% x")
+    assert "missing" in refused(capsys, *check, tmp_path / "missing")

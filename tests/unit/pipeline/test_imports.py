@@ -1,12 +1,12 @@
-"""What a process of a run imports: seconds of its start, in each of them."""
+"""What a process of a run, or a command, imports: seconds of its start, in each of them."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from roll.models.tiny import make_tiny_model
+from tests.support.lines import write_lines
 
 MODELS = {"transformers.modeling_utils", "transformers.generation", "torch._dynamo", "sympy"}
 
@@ -52,11 +52,25 @@ print(*sys.modules)
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    make_tiny_model(path, seed=0)
-    return path
+COMMAND = """
+import sys
+from roll.__main__ import command_line, main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code
+assert code == 0
+print(*sys.modules)
+"""
+
+
+def run(code: str, *words: object) -> tuple[str, str, set[str]]:
+    """What it writes to its output and to its errors, and the names of the modules that it has then."""
+    command = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    *told, modules = done.stdout.splitlines()
+    return "\n".join(told), done.stderr, set(modules.split())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +78,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(ENV_WORKER, {"torch", *MODELS}), (PROMPT_WORKER, {"torch", *MODELS}), (DRIVER, MODELS)],
     ids=["environments", "prompts", "driver"],
 )
-def test_a_process_without_a_model_imports_what_it_needs_and_no_models(code, unneeded, model):
-    done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not unneeded & set(done.stdout.split())
+def test_a_process_without_a_model_imports_what_it_needs_and_no_models(code, unneeded, tmp_path):
+    make_tiny_model(tmp_path, seed=0)
+    assert not unneeded & run(code, tmp_path)[2]
+
+
+def test_help_loads_nothing_heavy():
+    told, errors, modules = run(COMMAND, "--help")
+    assert "roll train agentic_sokoban" in told and errors == ""
+    assert not {"pydantic", "hydra", "yaml", "numpy", "torch", "ray", "transformers", "rich", "argcomplete"} & modules
+
+
+def test_rules_that_score_load_neither_ray_nor_torch(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"solution": "2", "answers": [r"\boxed{2}"]}])
+    told, errors, modules = run(COMMAND, "score", file, "--config", "rlvr_math")
+    assert "accuracy" in told and errors == "" and not {"torch", "ray", "transformers"} & modules

@@ -24,11 +24,6 @@ from roll.preflight.choices import role_requests
 from roll.tracking.display import Display
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 class Stop(Exception):
     """Ends a start."""
 
@@ -40,7 +35,7 @@ def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_
     nodes = pretend_nodes(2, 1)
     monkeypatch.setattr(launch, "discover_nodes", lambda: nodes)
     monkeypatch.setattr(launch, "create_placement", stop)
-    out = Terminal()
+    monkeypatch.setattr(out := io.StringIO(), "isatty", lambda: True)
     display = Display(stream=out)
     display.console = Console(file=out, width=80, force_terminal=True, color_system=None, highlight=False)
     config = load_config(AgenticConfig, "agentic_sokoban")
@@ -60,22 +55,16 @@ def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(monkeypatc
     calls: list[str] = []
 
     def part(name: str) -> Any:
-        return SimpleNamespace(
-            launch=lambda: None,
-            wait_ready=lambda: None,
-            shutdown=lambda: calls.append(name),
-            remove=lambda: calls.append(name),
-        )
+        ends = dict.fromkeys(("shutdown", "remove"), lambda: calls.append(name))
+        return SimpleNamespace(launch=lambda: None, wait_ready=lambda: None, **ends)
 
     monkeypatch.setattr(launch, "discover_nodes", lambda: pretend_nodes(1, 2))
     monkeypatch.setattr(launch, "create_placement", lambda plan: part("placement"))
     monkeypatch.setattr(launch, "_cluster", lambda config, name, *_: part(name))
     monkeypatch.setattr(launch, "dead_daemons", lambda: dead)
     config = load_config(AgenticConfig, "agentic_sokoban")
-    folder = SimpleNamespace(logs=Path("logs"), profile=Path("profile"))
-    session: Any = SimpleNamespace(
-        display=Display(stream=io.StringIO()), folder=folder, phase=lambda name: nullcontext()
-    )
+    session: Any = SimpleNamespace(display=Display(stream=io.StringIO()), phase=lambda name: nullcontext())
+    session.folder = SimpleNamespace(logs=Path("logs"), profile=Path("profile"))
     workers = dict.fromkeys(map(kind_of, config.clusters), Worker)
     with pytest.raises(Stop), launch.start_clusters(config, session, workers):
         raise Stop

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Checkpointer, CheckpointError, write_manifest
 from roll.tracking.trackers import TrackerContext
 from roll.utils.signals import SignalGuard
+from tests.support.lines import read_lines
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,11 @@ class Counting(TrainingLoop):
 
 def write(path: Path) -> None:
     (path / "weights").write_text("none")
+
+
+def make_batch(rows: int, **columns: torch.Tensor) -> Batch:
+    """Rows of one token that counts."""
+    return Batch(torch.ones(rows).long(), torch.zeros(rows).long(), torch.ones(rows).bool(), **columns)
 
 
 class OtherConfig(PipelineConfig):
@@ -107,11 +113,9 @@ def test_who_evaluates_a_checkpoint_in_its_run_loses_none_of_its_metrics(tmp_pat
     run(tmp_path)
 
     def lines() -> dict[int, dict[str, float]]:
-        records = [json.loads(line) for line in (tmp_path / "loop" / "metrics.jsonl").read_text().splitlines()]
-        return {
-            record["step"]: {name: record[name] for name in ("loss", "eval/success") if name in record}
-            for record in records
-        }
+        found = {record.pop("step"): record for record in read_lines(tmp_path / "loop" / "metrics.jsonl")}
+        told = ("loss", "eval/success")
+        return {step: {name: record[name] for name in told if name in record} for step, record in found.items()}
 
     trained = lines()
     assert list(trained) == [0, 1, 2, 3, 4, 5] and "eval/success" not in trained[3]
@@ -140,9 +144,8 @@ def test_a_resumed_run_that_is_another_is_refused_or_says_what_has_changed(tmp_p
     loop = run(tmp_path, seed=7, max_grad_norm=0.5, resume_with_changes=True, **resumed)
     changed = json.loads((tmp_path / "loop" / "summary.json").read_text())["changed"]
     assert changed == [{"key": "seed", "was": 42, "is": 7}, {"key": "max_grad_norm", "was": 1.0, "is": 0.5}]
-    assert (
-        loop.done_steps == 4 and "max_grad_norm: was 1.0, is 0.5" in (loop.session.folder.logs / "roll.log").read_text()
-    )
+    log = (loop.session.folder.logs / "roll.log").read_text()
+    assert loop.done_steps == 4 and "max_grad_norm: was 1.0, is 0.5" in log
     # From here on the new seed is the run's.
     assert not run(tmp_path, seed=7, max_grad_norm=0.5, **{**resumed, "max_steps": 5}).session.changes
 
@@ -213,23 +216,15 @@ def test_a_run_that_is_stopped_while_it_asks_whether_all_is_learned_asks_again(t
 class Playing(RLPipeline):
     """A step of RL without a model."""
 
-    rollout = evaluate = None  # type: ignore[assignment]
+    rollout = evaluate = None
 
 
 def test_an_error_in_shaping_leaves_what_a_rescued_checkpoint_has_as_it_was():
     keys = {"reward_norm": "running", "reward_shift": True, "adv_estimator": "maxrl", "add_token_level_kl": True}
     config = RLConfig.model_validate({**keys, "target_kl": 0.1, "reference": {}})
     shaping = Shaping(config.parts)
-    zeros = torch.zeros(2)
-    batch = Batch(
-        torch.ones(2, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64),
-        torch.ones(2).bool(),
-        rewards_T=torch.tensor([0.0, 1.0]),
-        group_B=torch.zeros(2, dtype=torch.int64),
-        old_logprobs_T=zeros,
-        ref_logprobs_T=zeros,
-    )
+    logprobs = {"old_logprobs_T": torch.zeros(2), "ref_logprobs_T": torch.zeros(2)}
+    batch = make_batch(2, rewards_T=torch.tensor([0.0, 1.0]), group_B=torch.zeros(2).long(), **logprobs)
     before = shaping.kl_reward.state_dict()
     with pytest.raises(ValueError, match="maxrl"):  # a score below the mean
         shaping(batch)
@@ -264,9 +259,7 @@ def test_an_optimizer_step_of_which_masks_leave_nothing_is_no_failed_one(mask_ty
     pipeline: Any = Playing.__new__(Playing)
     pipeline.config, pipeline.bad_steps = RLConfig.model_validate(keys), 0
     pipeline.roles, pipeline.parts = SimpleNamespace(actor=Counter(), critic=Counter()), pipeline.config.parts
-    ones = torch.ones(5, dtype=torch.int64)
-    cut_off = torch.tensor([False, True, True, True, True])
-    batch = Batch(ones, ones, ones.bool(), truncated_B=cut_off, advantages_T=ones.float(), returns_T=ones.float())
+    batch = make_batch(5, truncated_B=torch.arange(5) > 0, advantages_T=torch.ones(5), returns_T=torch.ones(5))
     batch, _ = drop_masked_episodes(batch, pipeline.parts.selection)
     metrics = pipeline.train(batch, list(torch.arange(5)[:, None]), step=1)
     assert pipeline.roles.actor.trained == [[0]]
@@ -280,9 +273,8 @@ def test_episodes_that_are_taken_out_of_a_step_do_not_move_the_coefficient_of_th
     keys = {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.1, "kl_horizon": 10, "reference": {}}
     masks = {"max_len_mask": True, "mask_type": "all"}
     shaping = Shaping(RLConfig.model_validate({**keys, **masks, "adv_estimator": "reinforce"}).parts)
-    ones = torch.ones(7, dtype=torch.int64)
     columns = {"rewards_T": torch.zeros(7), "old_logprobs_T": torch.zeros(7), "ref_logprobs_T": -torch.ones(7)}
-    shaping(Batch(ones, ones, ones.bool(), truncated_B=torch.arange(7) >= kept, **columns))
+    shaping(make_batch(7, truncated_B=torch.arange(7) >= kept, **columns))
     assert shaping.kl_reward.coef == pytest.approx(coef)
 
 
@@ -307,9 +299,8 @@ def test_an_evaluation_reads_none_of_what_only_the_next_step_of_rl_depends_on():
 )
 def test_rows_that_are_scored_before_the_update(keys, scored):
     pipeline: Any = SimpleNamespace(config=AlgorithmConfig.model_validate(keys))
-    batch = Batch(torch.ones(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.ones(4).bool())
     steps = [torch.tensor([1, 3]), torch.tensor([2, 0])]
-    assert RLPipeline.rows_with_old_logprobs(pipeline, batch, steps).tolist() == scored
+    assert RLPipeline.rows_with_old_logprobs(pipeline, make_batch(4), steps).tolist() == scored
 
 
 @pytest.mark.parametrize(
@@ -329,22 +320,18 @@ def test_groups_are_counted_against_a_bound_only_where_some_may_be_turned_down(k
         raise Stop
 
     config = load_config(AgenticConfig, "small", Path(__file__).parents[2] / "integration" / "config", keys)
-    display = SimpleNamespace(progress=None)
-    session: Any = SimpleNamespace(summary={}, elapsed=lambda: 0.0, display=display)
-    rules: Any = SimpleNamespace()
-    rules.check_groups = rules.wants = rules.all_wrong = lambda groups: None
-    scheduler: Any = SimpleNamespace(take=take)
+    session: Any = SimpleNamespace(summary={}, elapsed=float, display=SimpleNamespace(progress=None))
+    rules: Any = SimpleNamespace(**dict.fromkeys(("check_groups", "wants", "all_wrong"), lambda groups: None))
     with pytest.raises(Stop):
-        StepRollouts(config, session, rules).take(1, scheduler)
+        StepRollouts(config, session, rules).take(1, SimpleNamespace(take=take))
     assert asked["max_batches"] == most
 
 
 @pytest.mark.parametrize(("taken", "sizes"), [(8, [8] * 4), (7, [9, 9, 10]), (4, [8, 8]), (3, [12]), (1, [4])])
 def test_a_batch_that_fell_short_makes_fewer_optimizer_steps_and_not_smaller_ones(taken, sizes):
-    rows = torch.ones(4 * taken, dtype=torch.int64)
     config = SimpleNamespace(groups_per_step=8, optimizer_steps_per_epoch=4, ppo_epochs=2, seed=0)
     pipeline: Any = SimpleNamespace(config=config, taken=SimpleNamespace(admission=SimpleNamespace(taken=range(taken))))
-    steps = RLPipeline.plan_training(pipeline, Batch(rows, rows, rows.bool()), 1)
+    steps = RLPipeline.plan_training(pipeline, make_batch(4 * taken), 1)
     assert sorted(len(step) for step in steps) == sorted(2 * sizes)
     assert sorted(torch.cat(steps).tolist()) == sorted([*range(4 * taken)] * 2)
 
@@ -360,7 +347,7 @@ class Scored(GroupRules):
 
 
 def scored(tag: str, *scores: float) -> RolloutGroup:
-    return RolloutGroup(0, tag, tuple(SimpleNamespace(score=each, success=each >= 1.5) for each in scores))  # type: ignore[arg-type]
+    return RolloutGroup(0, tag, tuple(SimpleNamespace(score=each, success=each >= 1.5) for each in scores))
 
 
 @pytest.mark.parametrize(
@@ -407,6 +394,10 @@ def test_a_step_looks_learned_that_is_short_and_near_the_best_reward_and_not_lat
         assert rollouts.confirm(20, None) is None, "without an evaluation nobody agrees"
 
 
+def session_in(folder: Path, **keys: Any) -> RunSession:
+    return RunSession(RunConfig(output_dir=str(folder), exp_name="aside", **keys), time.time())
+
+
 def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp_path):
     done: list[int] = []
     gate = threading.Event()
@@ -418,7 +409,7 @@ def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp
         assert gate.wait(30)
         done.append(number)
 
-    with RunSession(RunConfig(output_dir=str(tmp_path), exp_name="aside"), time.time()) as session:
+    with session_in(tmp_path) as session:
         session.aside(lambda: write(1))
         session.aside(fail)
         session.aside(lambda: write(2))
@@ -431,8 +422,7 @@ def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp
 
 def test_an_error_of_the_run_waits_for_what_is_done_aside(tmp_path):
     done: list[int] = []
-    config = RunConfig(output_dir=str(tmp_path), exp_name="aside")
-    with pytest.raises(KeyError), RunSession(config, time.time()) as session:
+    with pytest.raises(KeyError), session_in(tmp_path) as session:
         session.aside(lambda: (time.sleep(0.1), done.append(1)))
         raise KeyError("on purpose")
     assert done == [1]
@@ -456,49 +446,44 @@ class Listening:
 
 def test_trackers_are_told_of_every_evaluation_and_of_other_steps_now_and_then(tmp_path):
     listening = {"track_with": f"{__name__}:Listening", "logging_steps": 4, "max_steps": 9}
-    with RunSession(RunConfig(output_dir=str(tmp_path), exp_name="told", **listening), time.time()) as session:
+    with session_in(tmp_path, **listening) as session:
         for step in range(10):
             session.log_step(step, {"eval/success": 0.5} if step == 6 else {"actor/loss": 0.5})
     assert Listening.told == [0, 4, 6, 8, 9]
 
 
-def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From when it is called, nothing can be written to its end."""
+
     def no_room(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    return lambda: monkeypatch.setattr(os, "fsync", no_room)
+
+
+def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(tmp_path, monkeypatch, full_disk, capsys):
     handlers, before = list(logging.getLogger().handlers), Listening.finished
-    config = RunConfig(output_dir=str(tmp_path), exp_name="full", track_with=f"{__name__}:Listening")
-    with pytest.raises(CheckpointError, match="is full"), RunSession(config, time.time()):
-        monkeypatch.setattr(os, "fsync", no_room)
+    listening = {"track_with": f"{__name__}:Listening"}
+    with pytest.raises(CheckpointError, match="is full"), session_in(tmp_path, **listening):
+        full_disk()
         raise CheckpointError("checkpoint-3: the disk is full")
     assert Listening.finished == before + 1 and logging.getLogger().handlers == handlers
     assert capsys.readouterr().out.splitlines()[-1].startswith("Failed. No evaluation")
     monkeypatch.undo()
-    with RunSession(config, time.time()):
+    with session_in(tmp_path, **listening):
         pass  # nobody holds the folder
 
 
-def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path, monkeypatch):
-    def no_room(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with (
-        pytest.raises(EXPECTED_ERRORS, match="No space left"),
-        RunSession(RunConfig(output_dir=str(tmp_path), exp_name="full"), time.time()),
-    ):
-        monkeypatch.setattr(os, "fsync", no_room)
+def test_a_run_that_ends_well_but_cannot_say_so_fails(tmp_path, full_disk):
+    with pytest.raises(EXPECTED_ERRORS, match="No space left"), session_in(tmp_path):
+        full_disk()
 
 
 def test_what_failed_is_kept_whatever_its_words_are_and_the_page_names_the_runs_logs(tmp_path):
-    config = RunConfig(output_dir=str(tmp_path), exp_name="words")
-    with pytest.raises(ValueError, match="no rows"), RunSession(config, time.time()) as session:
+    logs = tmp_path / "logs"
+    with pytest.raises(ValueError, match="no rows"), session_in(tmp_path, logging_dir=str(logs)) as session:
         raise ValueError("no rows in caf\udce9.jsonl")
     assert "no rows in caf\\udce9.jsonl" in (session.folder.logs / "traceback.txt").read_text()
-    assert "no rows" in (session.renders / "index.html").read_text()
-    logs = tmp_path / "logs"
-    config = RunConfig(output_dir=str(tmp_path), exp_name="page", logging_dir=str(logs), track_with=[])
-
-    with pytest.raises(ValueError, match="on purpose"), RunSession(config, time.time()) as session:
-        raise ValueError("on purpose")
     page = (session.renders / "index.html").read_text()
-    assert str(logs / "roll.log") in page and str(logs / "traceback.txt") in page
+    assert "no rows" in page and str(logs / "roll.log") in page and str(logs / "traceback.txt") in page

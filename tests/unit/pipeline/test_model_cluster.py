@@ -19,20 +19,17 @@ from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.selection import select_for_policy
 from roll.algorithms.shaping import with_old_policy
 from roll.algorithms.types import LossFn, TokenScores
-from roll.configs.algorithm import (
-    AlgorithmConfig,
-    IsWeightConfig,
-    TrainInferCorrectionConfig,
-    TrainInferFilterConfig,
-)
+from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.offline import SFTConfig
-from roll.configs.worker import StrategyArguments, WorkerConfig
+from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics, RankInfo, StrategyContext
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps, rows_trained_later
 from roll.pipeline.roles import Roles
 from roll.pipeline.workers import TrainWorker
+
+WORKER = WorkerConfig(strategy_args={"strategy_name": f"{__name__}:EchoStrategy"})
 
 
 class EchoStrategy:
@@ -72,14 +69,6 @@ class EchoStrategy:
         return {"steps": float(len(self.trained)), "rows_max": float(batch.num_sequences)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def workers_leave_the_collector_alone() -> Iterator[None]:
-    """Each would look at all that the tests before have left in this process, which takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("roll.pipeline.workers.freeze_startup_objects", lambda: None)
-        yield
-
-
 class Ref(int):
     """Stands in for ``ray.ObjectRef``."""
 
@@ -113,17 +102,18 @@ class InProcessCluster:
 def make_model(world_size: int, *, copies: int = 1, values: bool = False) -> tuple[ModelCluster, list[EchoStrategy]]:
     EchoStrategy.copies, EchoStrategy.scores_values = copies, values
     cluster = InProcessCluster(world_size)
-    model = ModelCluster(cluster)  # type: ignore[arg-type]
-    config = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:EchoStrategy"))
-    model.setup(StrategyContext(config, "actor_train", ""))
+    model = ModelCluster(cluster)
+    model.setup(StrategyContext(WORKER, "actor_train", ""))
     for worker in cluster.workers:
-        worker.set_loss(lambda: lambda *_: None)  # type: ignore[arg-type, return-value]
-    return model, [worker.strategy for worker in cluster.workers]  # type: ignore[misc]
+        worker.set_loss(lambda: lambda *_: None)
+    return model, [worker.strategy for worker in cluster.workers]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_object_store() -> Any:
+def workers_without_an_object_store_who_leave_the_collector_alone() -> Iterator[None]:
+    """They would look at all that the tests before have left in this process, which takes a second each."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("roll.pipeline.workers.freeze_startup_objects", lambda: None)
         store: list[Any] = []
         patch.setattr(ray, "put", lambda value: store.append(value) or Ref(len(store) - 1))
         patch.setattr(ray, "get", lambda refs: [store[ref] for ref in refs])
@@ -201,13 +191,11 @@ def test_weights_rejections_and_the_distance_by_age_come_from_ranks_and_the_driv
         turn_T=batch.positions_T // 20,
         advantages_T=torch.ones(batch.num_tokens),
     )
-    is_weight = IsWeightConfig(enabled=True, weight_type=level, batch_normalize=normalised)
+    is_weight = {"enabled": True, "weight_type": level, "batch_normalize": normalised}
     low, high = (0.9, 1.1) if level == "geometric" else (0.8, 1.2) if level == "segment" else (0.4, 1.6)
-    given = [
-        TrainInferFilterConfig(enabled=True, agg_type=level, ratio_low=low, ratio_high=high, whole_rows=normalised)
-    ]
-    correction = TrainInferCorrectionConfig(is_weight=is_weight, filters=given)
-    parts = AlgorithmConfig(train_infer_correction=correction).parts
+    bounds = {"enabled": True, "agg_type": level, "ratio_low": low, "ratio_high": high, "whole_rows": normalised}
+    config = AlgorithmConfig(train_infer_correction={"is_weight": is_weight, "filters": [bounds]})
+    correction, parts = config.train_infer_correction, config.parts
     whole = batch.replace(old_logprobs_T=-batch.tokens_T.float())
     expected, weighed = mismatch_by_lag(whole, 5, parts.correction), select_for_policy(whole, parts, 0)
     assert len(expected) == 12 and 0 < weighed[1]["mismatch/is_weight_capped_frac"] < 1
@@ -289,7 +277,7 @@ def test_a_rank_gets_only_the_rows_that_it_trains_on():
     model, _ = make_model(4)
     steps: list[Tensor] = [torch.arange(8)] * 3
     model.train(make_batch([5] * 8), steps)
-    assert model.cluster.received == [10] * 4  # type: ignore[attr-defined]
+    assert model.cluster.received == [10] * 4
 
 
 @pytest.mark.parametrize(("shares_of", "rows"), [("tokens", [2, 3]), ("work", [1, 4])])
@@ -298,16 +286,10 @@ def test_ranks_get_equal_shares_of_what_balance_ranks_by_names(shares_of, rows, 
     make_tiny_model(tmp_path, seed=0, num_heads=2)
     EchoStrategy.copies, EchoStrategy.scores_values = 1, False
     cluster = InProcessCluster(2)
-    worker = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:EchoStrategy"))
-    config = SFTConfig.model_validate(
-        {
-            "balance_ranks_by": shares_of,
-            "max_steps": 1,
-            "actor_train": {"data_args": {"file_name": "a"}, "device_mapping": [0]},
-        }
-    )
-    roles = Roles(config, {"actor_train": cluster})  # type: ignore[dict-item]
-    roles.actor.setup(StrategyContext(worker, "actor_train", str(tmp_path)))
+    trained = {"data_args": {"file_name": "a"}, "device_mapping": [0]}
+    config = SFTConfig(balance_ranks_by=shares_of, max_steps=1, actor_train=trained)
+    roles = Roles(config, {"actor_train": cluster})
+    roles.actor.setup(StrategyContext(WORKER, "actor_train", str(tmp_path)))
     roles.actor.logprobs(make_batch([800, 400, 400, 400, 400]))
-    scored = [each.strategy.scored for each in cluster.workers]  # type: ignore[attr-defined]
+    scored = [each.strategy.scored for each in cluster.workers]
     assert sorted(map(len, scored)) == rows

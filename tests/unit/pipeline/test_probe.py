@@ -20,12 +20,19 @@ from roll.pipeline.probe import Bound, Probe, find_causes, other_prompt
 from roll.utils.foreign import replaced
 from tests.support.known_families import make_known
 from tests.support.picture_models import make_picture_model
-from tests.support.probe_pair import PENALTIES, TRUNCATIONS, Pair, exchange, started, started_seeing, to_int8
+from tests.support.probe_pair import (
+    PENALTIES,
+    SPOILED,
+    TRUNCATIONS,
+    Pair,
+    exchange,
+    started,
+    started_seeing,
+    wrong_names,
+)
 
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "down_proj"))
 VOCABULARY = len(make_tokenizer())
-
-
 FAMILIES = {
     "tied": ("qwen2", {"tie_word_embeddings": True}),
     "experts": ("qwen3_moe", {}),
@@ -74,29 +81,27 @@ def other_pixel(pixels: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (other_picture, "pictures: the generator sees another one: 100% of pixel_values differ"),
-        (
-            other_pixel,
-            "pictures: pixels have changed on the way to the generator's tower: 1 of 28,224 numbers of pixel_values",
-        ),
+        (other_picture, "the generator sees another one: 100% of pixel_values differ"),
+        (other_pixel, "pixels have changed on the way to the generator's tower: 1 of 28,224 numbers of pixel_values"),
     ],
 )
-def test_a_swapped_picture_and_a_changed_pixel_are_named(
-    pictured: Pair, change: Callable[[Any], Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swapped_picture_and_a_changed_pixel_are_named(pictured, change, words, monkeypatch):
     assert not pictured.causes()
     tower = pictured.generator._scorer.tower
     made = tower._values
-    monkeypatch.setattr(
-        tower, "_values", lambda items: (found := made(items)) | {"pixel_values": change(found["pixel_values"])}
-    )
+
+    def changed(items):
+        found = made(items)
+        return found | {"pixel_values": change(found["pixel_values"])}
+
+    monkeypatch.setattr(tower, "_values", changed)
     difference, bound, completion = pictured.difference()
     assert difference > bound.value or change is other_pixel
     (cause,) = find_causes(pictured, pictured.request, completion, bound)[:1]
-    assert cause.startswith(words) and ("in patch 2 of 24" in cause or change is other_picture)
+    assert cause.startswith(f"pictures: {words}") and ("in patch 2 of 24" in cause or change is other_picture)
 
 
-def test_features_of_old_weights_are_named(pictured: Pair) -> None:
+def test_features_of_old_weights_are_named(pictured):
     weight = next(value for name, value in pictured.model.named_parameters() if "visual" in name and value.dim() > 1)
     kept = weight.detach().clone()
     weight.data *= 1.5
@@ -106,48 +111,30 @@ def test_features_of_old_weights_are_named(pictured: Pair) -> None:
     assert any(cause.startswith("tensors:") and "visual" in cause for cause in causes)
 
 
-def stale(pair: Pair) -> None:
-    weight = pair.weight("model.layers.1.mlp.down_proj.weight")
-    weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-
-
 def come_apart(pair: Pair) -> None:
     pair.model.lm_head.weight = nn.Parameter(pair.model.lm_head.weight.detach() * 1.1)
 
 
-Q = "model.layers.0.self_attn.q_proj.weight"
+def to_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pair], object]:
+    """The change made to the weights that the generator has."""
+    return lambda pair: change({name: each.data for name, each in pair.model.named_parameters()})
+
+
+EXPERTS, SINKS = "model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.sinks"
 TENSORS: dict[str, tuple[str, Callable[[Pair], object], str]] = {
-    "swapped": (
-        "tied",
-        lambda pair: exchange(pair.weight(Q), pair.weight(Q.replace("0", "1"))),
-        f"{Q} has the values of {Q.replace('0', '1')}",
-    ),
-    "stale": ("tied", stale, "of its size away, as if an update had not reached it"),
-    "transposed": ("tied", lambda pair: pair.weight(Q).copy_(pair.weight(Q).T.clone()), f"{Q} is transposed"),
-    "quantised": ("tied", lambda pair: to_int8(pair.weight(Q)), f"{Q} is rounded to int8"),
-    "number format": (
-        "tied",
-        lambda pair: pair.weight(Q).copy_(pair.weight(Q).to(torch.float8_e4m3fn).float()),
-        f"{Q} is rounded to float8_e4m3fn",
-    ),
+    **{name: ("tied", to_weights(change), words) for name, (change, words) in SPOILED.items()},
     "tied weight apart": ("tied", come_apart, "lm_head.weight is tied to another tensor"),
     "permuted experts": (
         "experts",
-        lambda pair: pair.weight("model.layers.0.mlp.experts.down_proj").copy_(
-            pair.weight("model.layers.0.mlp.experts.down_proj").roll(1, 0).clone()
-        ),
+        to_weights(lambda weights: weights[EXPERTS].copy_(weights[EXPERTS].roll(1, 0).clone())),
         "experts.1.down_proj.weight has the values of model.layers.0.mlp.experts.0.down_proj.weight",
     ),
     "two experts of the last layer": (
         "experts",
-        lambda pair: exchange(*pair.weight("model.layers.1.mlp.experts.down_proj")[:2]),
+        lambda pair: exchange(*pair.weight(EXPERTS.replace("0", "1"))[:2]),
         "experts.1.down_proj.weight has the values of model.layers.1.mlp.experts.0.down_proj.weight",
     ),
-    "no sinks": (
-        "sinks",
-        lambda pair: pair.weight("model.layers.0.self_attn.sinks").zero_(),
-        "model.layers.0.self_attn.sinks is 1 of its size away",
-    ),
+    "no sinks": ("sinks", lambda pair: pair.weight(SINKS).zero_(), f"{SINKS} is 1 of its size away"),
     "adapter dropped": (
         "lora",
         lambda pair: asyncio.run(pair.generator.update_weights(export_of(pair), 1)),
@@ -178,18 +165,12 @@ def test_a_wrong_tensor_is_named(pair_of, fault):
 
 def test_right_bytes_under_wrong_names_are_named_wherever_names_are_exchanged(pair_of, monkeypatch):
     pair = pair_of("tied")
-    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-
-    def wrong(name: str) -> str:
-        (part,) = [part for part in swap if part in name] or [""]
-        return name.replace(part, swap[part]) if part and "layers.1" in name else name
-
-    monkeypatch.setattr(pair, "rename", wrong)
+    monkeypatch.setattr(pair, "rename", wrong_names)
     pair.update()
     assert "gate_proj.weight has the values of model.layers.1.mlp.up_proj.weight" in pair.causes()[0]
 
     right = pair.trainer.sketches
-    monkeypatch.setattr(pair.trainer, "sketches", lambda: {wrong(name): each for name, each in right().items()})
+    monkeypatch.setattr(pair.trainer, "sketches", lambda: {wrong_names(name): each for name, each in right().items()})
     (cause,) = pair.causes()  # the trainer itself calls them so
     assert "they part in model.layers.1" in cause and "wrong names" in cause
     monkeypatch.undo()

@@ -104,9 +104,8 @@ def test_as_many_answers_of_an_evaluation_are_written_as_asked(given, written, t
     config = loaded(tmp_path, f"num_written_episodes={given}", f"output_dir={tmp_path}/out")
     shown: list[Any] = []
     with RunSession(config, time.time()) as session:
-        told: Any = SimpleNamespace(
-            config=config, folder=session.folder, log_answers=lambda step, rows: shown.extend(rows)
-        )
+        told: Any = SimpleNamespace(config=config, folder=session.folder)
+        told.log_answers = lambda step, rows: shown.extend(rows)
         assert len(keep_episodes(told, 3, [group(*[answer() for _ in range(70)])])) == 70
         file = session.folder.path / "trajectories" / "eval-00003.jsonl"
         assert len(file.read_text().splitlines() if file.exists() else ()) == len(shown) == written

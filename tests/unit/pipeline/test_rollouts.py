@@ -1,19 +1,23 @@
-"""What a run tells of the groups that it takes."""
+"""The groups that a run takes: what it tells of them, and the workers that play them."""
 
+import asyncio
 import json
 import logging
 import pickle
+from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
 
-from roll.data.requests import Completion, FinishReason
+from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.loader import load_config
+from roll.data.requests import FinishReason
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.hangs import Whereabouts
 from roll.pipeline import rollout_workers
+from roll.pipeline.agentic import AgenticRolloutWorkers
 from roll.pipeline.roles import RestartBudget
 from roll.pipeline.rollout_workers import RolloutWorkers
 from roll.pipeline.rollouts import (
@@ -27,30 +31,34 @@ from roll.pipeline.rollouts import (
     write_samples,
 )
 from roll.pipeline.session import RunFailedError
+from roll.pipeline.start import Start
 from roll.rewards.types import RewardError
 from roll.rollout.admission import Admission
 from roll.rollout.endpoint.errors import PortTakenError
+from roll.rollout.env_worker import EnvironmentWorker
 from roll.rollout.metrics import step_metrics
-from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.run import RunFolder
 from roll.utils.signals import SignalGuard
+from tests.support.episodes import make_episode, make_turn
+from tests.support.lines import read_lines
 
 SESSION: Any = SimpleNamespace(display=SimpleNamespace(progress=lambda *_: None))
 
 
 def group(number: int, errors: tuple[str, ...] = (), **info: int) -> RolloutGroup:
-    ids = np.ones(1, dtype=np.int64)
-    said = Completion("r", ids, np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, dtype=np.int64))
-    turn = Turn(ids, said, "text", "asked", None, 0.0, 0.0, "s")
-    episode = Trajectory("t", number, 0, 0, (turn,), EpisodeEnd.TERMINATED, False, "", True, dict(info))
-    return RolloutGroup(number, "t", (episode,), errors=errors)
+    return RolloutGroup(number, "t", (make_episode(make_turn(), group=number, info=info),), errors=errors)
+
+
+def gives(groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> Any:
+    """A scheduler that has these."""
+    return SimpleNamespace(take=lambda *_, **options: Collected(groups, rejected))
 
 
 def taken(caplog: pytest.LogCaptureFixture, *groups: RolloutGroup) -> str:
-    scheduler: Any = SimpleNamespace(take=lambda *_, **options: Collected(list(groups), []))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        take(SESSION, scheduler, Admission(len(groups)), 1, "train on")
+        take(SESSION, gives(list(groups), []), Admission(len(groups)), 1, "train on")
     return caplog.text
 
 
@@ -66,11 +74,9 @@ def answers(number: int, *answers: tuple[float, int], limit: int = 4, dropped: i
     """A group of answers by score and length; those of ``limit`` tokens are cut, and a score of 1 is a success."""
     episodes = []
     for member, (score, length) in enumerate(answers):
-        ids = np.ones(length, dtype=np.int64)
-        end = FinishReason.LENGTH if length >= limit else FinishReason.STOP
-        said = Completion("r", ids, np.zeros(length, np.float32), end, np.zeros(length, np.int64))
-        turn = Turn(ids[:1], said, "text", "asked", "4" if score else None, score, 0.0, "s")
-        episodes.append(Trajectory("t", number, member, 0, (turn,), EpisodeEnd.TERMINATED, score == 1, "", True))
+        reason = FinishReason.LENGTH if length >= limit else FinishReason.STOP
+        turn = make_turn(action="4" if score else None, reward=score, ids=[1] * length, finish_reason=reason)
+        episodes.append(make_episode(turn, group=number, member=member, success=score == 1))
     return RolloutGroup(number, "t", tuple(episodes), dropped=dropped)
 
 
@@ -114,8 +120,8 @@ def test_metrics_of_a_step_are_those_of_the_rows_that_are_saved():
     assert not any(name.startswith("kept/") for name in step_metrics(Collected([MIXED], []), filters=False))
 
 
-def remarked(collected: Collected, num_groups: int, *, compares: bool = False) -> dict[str, str]:
-    return dict(remarks_on(7, collected, num_groups, limit, compares=compares))
+def remarked(collected: Collected, num_groups: int, *, compares: bool = False, **more: int) -> dict[str, str]:
+    return dict(remarks_on(7, collected, num_groups, limit, compares=compares, **more))
 
 
 def test_what_matters_of_a_step_is_remarked_in_a_line():
@@ -139,10 +145,9 @@ def test_what_matters_of_a_step_is_remarked_in_a_line():
 
 
 def test_ids_that_no_token_has_are_remarked():
-    found = dict(remarks_on(7, Collected([MIXED], []), 1, limit, compares=False, num_ids=1))
-    most = max(int(turn.completion.token_ids.max()) for each in MIXED.trajectories for turn in each.turns)
-    assert most >= 1 and "have ids that the tokenizer lacks (its last is 0)" in found["beyond"]
-    assert "beyond" not in dict(remarks_on(7, Collected([MIXED], []), 1, limit, compares=False, num_ids=most + 1))
+    found = remarked(Collected([MIXED], []), 1, num_ids=1)  # all that is sampled there has the id 1
+    assert "have ids that the tokenizer lacks (its last is 0)" in found["beyond"]
+    assert "beyond" not in remarked(Collected([MIXED], []), 1, num_ids=2)
 
 
 def test_a_remark_is_made_aloud_ever_more_rarely(caplog):
@@ -171,12 +176,9 @@ def test_some_groups_of_each_step_are_kept_trained_ones_first(tmp_path):
     folder = RunFolder(tmp_path, "run")
     write_samples(folder, 3, Collected([MIXED], [RIGHT, WRONG]), 2)
     write_samples(folder, 4, Collected([MIXED, MIXED, MIXED], [WRONG]), 2)
-    read = {
-        step: [json.loads(line) for line in (folder.trajectories / f"train-{step:05d}.jsonl").read_text().splitlines()]
-        for step in (3, 4)
-    }
-    assert [(row["group_id"], row["trained"]) for row in read[3]] == [(0, True), (0, True), (1, False), (1, False)]
-    assert [row["trained"] for row in read[4]] == [True] * 4
+    third, fourth = (read_lines(folder.trajectories / f"train-{step:05d}.jsonl") for step in (3, 4))
+    assert [(row["group_id"], row["trained"]) for row in third] == [(0, True), (0, True), (1, False), (1, False)]
+    assert [row["trained"] for row in fourth] == [True] * 4
     folder.truncate_samples(3)
     assert [path.name for path in folder.trajectories.iterdir()] == ["train-00003.jsonl"]
 
@@ -197,29 +199,23 @@ def test_of_older_steps_every_other_one_goes_where_all_are_too_large(tmp_path):
 
 
 def test_a_step_without_a_group_to_train_on_is_none_of_which_all_failed():
-    scheduler: Any = SimpleNamespace(take=lambda *_, **options: Collected([], [RIGHT]))
-    assert take(SESSION, scheduler, Admission(1), 1, "train on").rejected == [RIGHT]
+    assert take(SESSION, gives([], [RIGHT]), Admission(1), 1, "train on").rejected == [RIGHT]
     failed = RolloutGroup(0, "t", (), 2, ("no disk",))
-    scheduler = SimpleNamespace(take=lambda *_, **options: Collected([], [failed]))
     with pytest.raises(ValueError, match="no episode to train on: all 1 groups were dropped"):
-        take(SESSION, scheduler, Admission(1), 1, "train on")
+        take(SESSION, gives([], [failed]), Admission(1), 1, "train on")
 
 
 def test_answers_that_are_all_wrong_and_nothing_to_train_on_end_the_run_with_advice():
-    config: Any = SimpleNamespace(
-        groups_per_step=2, groups_ahead=0, window=1, max_steps=3, overlaps=False, rollout_replay_dir=None
-    )
-    config.filters_groups, config.max_filtered_batches = True, 3
+    plan = {"groups_per_step": 2, "groups_ahead": 0, "window": 1, "max_steps": 3, "overlaps": False}
+    bounds = {"filters_groups": True, "max_filtered_batches": 3, "rollout_replay_dir": None}
+    config: Any = SimpleNamespace(**plan, **bounds)
     rules: Any = SimpleNamespace(most_tokens=limit, filter_hint="loosen the filter")
     rules.check_groups = rules.wants = lambda groups: None
     session: Any = SimpleNamespace(summary={}, elapsed=float, display=SESSION.display)
-    scheduler: Any = SimpleNamespace(take=lambda *_, **options: Collected([], [WRONG, WRONG]))
     rules.all_wrong = lambda groups: groups == [WRONG, WRONG]
-    advice = (
-        r"none of 2 groups is worth training on \(max_filtered_batches=3\): all 4 .* scored 0; .*; loosen the filter"
-    )
-    with pytest.raises(RunFailedError, match=advice):
-        StepRollouts(config, session, rules).take(1, scheduler)
+    advice = r"none of 2 groups is worth training on \(max_filtered_batches=3\): all 4 .* scored 0; .*; loosen the"
+    with pytest.raises(RunFailedError, match=f"{advice} filter"):
+        StepRollouts(config, session, rules).take(1, gives([], [WRONG, WRONG]))
 
 
 class Workers:
@@ -263,16 +259,11 @@ class Connected(RolloutWorkers):
 def started(limit: int = 9) -> tuple[Connected, Workers, Workers, Workers]:
     """Roles of rollout workers, the generator and the evaluator."""
     players, generator, evaluator = (Workers(name) for name in ("rollout", "actor_infer", "val_infer"))
-    models = SimpleNamespace(
-        on_replaced=[],
-        scorers=(),
-        rollout_replicas=generator,
-        evaluation_replicas=evaluator,
-        restarts=RestartBudget(limit),
-    )
+    models = SimpleNamespace(on_replaced=[], scorers=(), restarts=RestartBudget(limit))
+    models.rollout_replicas, models.evaluation_replicas = generator, evaluator
     run: Any = SimpleNamespace(clusters={"rollout": players}, roles=models, signals=SignalGuard())
-    roles = Connected(cast(Any, None), run, {"rollout": ()})
-    return roles, players, generator, evaluator
+    config: Any = None
+    return Connected(config, run, {"rollout": ()}), players, generator, evaluator
 
 
 LOST = RuntimeError("lost")
@@ -327,3 +318,47 @@ def test_what_a_worker_cannot_set_up_ends_the_run_in_its_words(error):
     roles.begin_setup()
     with pytest.raises(RunFailedError, match=str(error)):
         roles.wait_ready()
+
+
+# The environment managers of a run, their workers in this process
+
+CONFIGS = Path(__file__).parents[2] / "integration" / "config"
+
+
+class Local:
+    """Two workers that answer at once (what a ``Cluster`` does through Ray)."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.workers = [EnvironmentWorker("envs", rank, self.world_size, {}) for rank in range(self.world_size)]
+
+    def submit(self, method: str, *args: Any) -> list[Any]:
+        return [asyncio.run(getattr(worker, method)(*args)) for worker in self.workers]
+
+    def gather(self, refs: list[Any], *, call: str) -> list[Any]:
+        return refs
+
+
+def roles(*overrides: str) -> AgenticRolloutWorkers:
+    config = load_config(AgenticConfig, "small", CONFIGS, overrides)
+    clusters = {name: Local() for name in MANAGERS}
+    models, start = SimpleNamespace(on_replaced=[]), Start("/no/model")
+    run: Any = SimpleNamespace(clusters=clusters, roles=models, start=start, signals=SignalGuard())
+    return AgenticRolloutWorkers(config, run)
+
+
+def test_every_environment_is_tried_before_anything_is_set_up():
+    roles().probe()
+    mute = roles("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
+    with pytest.raises(RunFailedError) as caught:
+        mute.probe()
+    line = "custom_envs.Counting: MuteEnv.reset returned observation None (NoneType), expected text, or a list of parts"
+    assert str(caught.value) == line, "told once, though each worker finds it"
+
+
+def test_evaluations_alone_are_recorded_twice_as_many_as_are_shown():
+    envs = roles("num_renders=3")
+    recorded = [scheduler.plan.spec(5).record for scheduler in (envs.train, envs.val, envs.val_greedy)]
+    assert recorded == [False, True, False]
+    assert not envs.val.plan.spec(6).record

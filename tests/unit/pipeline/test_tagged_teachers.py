@@ -1,6 +1,7 @@
-"""Several teachers: each row is judged by the one of its tag, to float64."""
+"""Teachers, to float64: each row is judged by the one of its tag, and the loss of a distillation on what they say."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,17 +9,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from roll.algorithms.distillation import NO_CHUNK, teacher_metrics, teacher_term
-from roll.algorithms.quantities import TopTokens, hidden_states, logprobs
-from roll.algorithms.types import TokenScores
+from roll.algorithms.distillation import NO_CHUNK, build_distill_loss, teacher_metrics, teacher_term
+from roll.algorithms.quantities import Divergence, TopTokens, hidden_states, logprobs
+from roll.algorithms.types import LossContext, TokenScores
+from roll.configs.distill import DistillConfig
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
+from roll.models.heads import load_output_layer
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.teachers import PrivilegedTeacher, TaggedTeachers, TeacherPrompts
+from roll.pipeline.offline.pipeline import load_sft_data
+from roll.pipeline.teachers import PrivilegedTeacher, TaggedTeachers, TeacherPrompts, with_teacher
 from tests.support.imitation import Imitator
+from tests.support.lines import write_lines
 from tests.support.sizes import sizes
 
 SIZES = Qwen2Config(**sizes(37, 16, 24, 2, 2, 1), initializer_range=0.3)
@@ -34,15 +39,17 @@ class ThreeTags(RLConfig):
 
 
 class Here:
-    """A role in this process; with ``chunks``, as one that reads other tokens."""
+    """A role in this process; ``chunks`` makes those of one that reads other tokens."""
 
-    def __init__(self, model: PreTrainedModel, chunks: bool = False) -> None:
-        self.scorer, self.chunks, self.seen = TokenScorer(model), chunks, 0
+    def __init__(self, scorer: TokenScorer, chunks: Callable[[Batch], Tensor] | None = None) -> None:
+        self.scorer, self.chunks, self.seen = scorer, chunks, 0
 
     def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
         self.seen += batch.num_sequences
-        found = score_batch(self.scorer, batch).logprobs_T
-        return lambda: TokenScores(found, chunk_T=torch.where(batch.loss_mask_T, 0, NO_CHUNK) if self.chunks else None)
+        found = score_batch(self.scorer, batch)
+        if self.chunks is not None:
+            found = TokenScores(found.logprobs_T, chunk_T=torch.where(batch.loss_mask_T, self.chunks(batch), NO_CHUNK))
+        return lambda: found
 
 
 def make(seed: int) -> PreTrainedModel:
@@ -67,7 +74,7 @@ def oracle(model: PreTrainedModel, batch: Batch, row: int) -> Tensor:
 
 def test_each_row_is_scored_by_the_teacher_of_its_tag():
     batch, models = make_batch(), {"a": make(1), "b": make(2)}
-    here = {name: Here(model) for name, model in models.items()}
+    here = {name: Here(TokenScorer(model)) for name, model in models.items()}
     teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]}, {"a": 0.3, "b": 1.0})
     scores = teachers.submit_logprobs(batch)()
     assert (here["a"].seen, here["b"].seen) == (3, 2) and scores.chunk_T is None
@@ -95,7 +102,7 @@ def test_each_row_is_scored_by_the_teacher_of_its_tag():
 def test_the_terms_of_several_teachers_of_a_row_add_up():
     batch, models = make_batch(), {"all": make(1), "some": make(2)}
     weights = {"all": 0.3, "some": 0.7}
-    here = {name: Here(model) for name, model in models.items()}
+    here = {name: Here(TokenScorer(model)) for name, model in models.items()}
     teachers = TaggedTeachers(here, {"all": [0, 1, 2], "some": [1]}, weights)
     scores = teachers.submit_logprobs(batch)()
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T)
@@ -116,7 +123,7 @@ def test_the_terms_of_several_teachers_of_a_row_add_up():
 
 def test_rows_of_a_teacher_with_other_tokens_have_chunks_and_others_have_their_tokens():
     batch = make_batch()
-    tokens, chunks = Here(make(1)), Here(make(2), chunks=True)
+    tokens, chunks = Here(TokenScorer(make(1))), Here(TokenScorer(make(2)), lambda batch: torch.tensor(0))
     teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]}, {"a": 1.0, "b": 1.0})
     scores = teachers.submit_logprobs(batch)()
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T, teacher_chunk_T=scores.chunk_T)
@@ -132,24 +139,13 @@ ANSWERS = [(4, "7"), (4, "12 Up"), (9, "Down"), (4, "")]
 """Of a group; all end by themselves."""
 
 
-class HereAlone:
-    """A role in this process."""
-
-    def __init__(self, scorer: TokenScorer, *, chunks: bool = False) -> None:
-        self.scorer, self.chunks = scorer, chunks
-
-    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> Callable[[], TokenScores]:
-        found = score_batch(self.scorer, batch)
-        if self.chunks:
-            found = TokenScores(found.logprobs_T, chunk_T=torch.where(batch.loss_mask_T, batch.positions_T, NO_CHUNK))
-        return lambda: found
-
-
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Imitator:
-    path = tmp_path_factory.mktemp("teacher") / "tiny"
-    make_tiny_model(path, seed=2)
-    return Imitator(path)
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a student and a teacher."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, seed in (("student", 1), ("teacher", 2)):
+        make_tiny_model(folder / name, seed=seed)
+    return folder / "student", folder / "teacher"
 
 
 def rollouts(renderer: ChatRenderer) -> Batch:
@@ -168,7 +164,8 @@ def rollouts(renderer: ChatRenderer) -> Batch:
 
 
 @torch.no_grad()
-def test_the_answer_is_scored_behind_the_teachers_prompt(teacher):
+def test_the_answer_is_scored_behind_the_teachers_prompt(models):
+    teacher = Imitator(models[1])
     renderer = ChatRenderer(teacher.tokenizer)
     writer = TeacherPrompts("{prompt} It is {solution}.", renderer, "solution")
     prompts = {
@@ -188,7 +185,7 @@ def test_the_answer_is_scored_behind_the_teachers_prompt(teacher):
     ]
     batch = rollouts(renderer)
     scorer = TokenScorer(teacher.model.float(), needs=(logprobs, hidden_states, TopTokens(3)))
-    wrapped = PrivilegedTeacher(HereAlone(scorer), prompt)
+    wrapped = PrivilegedTeacher(Here(scorer), prompt)
     scores = wrapped.submit_logprobs(batch)()
     assert sorted(asked) == [4, 9], "once for a group"
     mask = batch.loss_mask_T
@@ -201,8 +198,51 @@ def test_the_answer_is_scored_behind_the_teachers_prompt(teacher):
     first = scores.top_logprobs_TK[:, 0].exp() + scores.top_logprobs_TK[:, 1:].exp().sum(1) + scores.tail_T.exp()
     torch.testing.assert_close(first[mask], torch.ones(int(mask.sum())))
 
-    aligned = PrivilegedTeacher(HereAlone(scorer, chunks=True), prompt)
+    aligned = PrivilegedTeacher(Here(scorer, lambda batch: batch.positions_T), prompt)
     scores = aligned.submit_logprobs(batch)()
     assert (scores.chunk_T[~mask] == NO_CHUNK).all() and (scores.chunk_T[mask] != NO_CHUNK).all()
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T, teacher_chunk_T=scores.chunk_T)
     assert teacher_metrics(judged)["teacher/logprob"] == pytest.approx(float(torch.cat(want).mean()), rel=1e-5)
+
+
+TALKS = [
+    [("system", "S"), ("user", "3+4="), ("assistant", "7")],
+    [("user", "Up?"), ("assistant", "Down"), ("user", "and"), ("assistant", "Left")],
+]
+
+
+@torch.no_grad()
+def distilled(student: Imitator, teacher: Imitator, *, on_prompt: bool) -> float:
+    """``0.75 KL(teacher || student) + 0.25 NLL`` in float64, from the text."""
+    found: list[Tensor] = []
+    for talk in TALKS:
+        ids, said = student.said(talk)
+        # What follows the last answer is no sample's.
+        targets = torch.tensor(range(1, said[-1] + 1) if on_prompt else said)
+        s, t = (
+            each.model(torch.tensor([ids]), use_cache=False).logits[0][targets - 1].log_softmax(-1)
+            for each in (student, teacher)
+        )
+        nll = -s.gather(1, torch.tensor(ids)[targets][:, None])[:, 0]
+        found.append(0.75 * (t.exp() * (t - s)).sum(-1) + 0.25 * nll)
+    return float(torch.cat(found).mean())
+
+
+@pytest.mark.parametrize("on_prompt", [False, True])
+def test_the_loss_is_taken_on_answers_or_on_all(models, tmp_path, on_prompt):
+    student, teacher = (Imitator(path) for path in models)
+    want = distilled(student, teacher, on_prompt=on_prompt)
+    rows = [{"talk": [{"role": role, "content": text} for role, text in talk]} for talk in TALKS]
+    write_lines(tmp_path / "talks.jsonl", rows)
+    data = {"file_name": str(tmp_path / "talks.jsonl"), "messages": "talk"}
+    keys = {"distill_on_prompt": on_prompt, "distill_loss_weight": 0.75, "actor_train": {"data_args": data}}
+    config = DistillConfig.model_validate(keys)
+    batch = load_sft_data(config, config.actor_train.data_args, ChatRenderer(student.tokenizer)).batch
+    said = score_batch(TokenScorer(teacher.model.float(), needs=(logprobs, hidden_states)), batch)
+    width = len(student.model.get_output_embeddings().weight)
+    layer = load_output_layer(str(models[1]), torch.float32).rows(0, width)
+    divergence = Divergence(config.divergence, 1.0, str(models[1]), layer=layer)
+    scorer = TokenScorer(student.model.float(), needs=(logprobs, divergence))
+    batch = with_teacher(batch, said, config.divergence)
+    found = build_distill_loss(config)(score_batch(scorer, batch), batch, LossContext.of(batch))
+    assert float(found.loss) == pytest.approx(want, rel=1e-5)

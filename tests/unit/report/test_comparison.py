@@ -1,7 +1,5 @@
 """Runs beside each other: settings, seeds as noise, and where runs part that should agree."""
 
-from __future__ import annotations
-
 import json
 import math
 import xml.etree.ElementTree as ElementTree
@@ -13,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roll.__main__ import main
 from roll.configs.rlvr import RLVRConfig
-from roll.data.requests import Completion, FinishReason
 from roll.report.comparison import Comparison, Run, t_quantile
-from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rollout.types import Collected, RolloutGroup
+from tests.support.cli import call, refused
+from tests.support.episodes import make_episode, make_turn
+from tests.support.lines import write_lines
 
 STEPS = 9
 
@@ -35,18 +34,22 @@ def made(folder: Path, name: str, success: float = 0.5, seed: int = 1, **setting
         for step in range(1, STEPS + 1)
     ]
     lines[-1] |= {"eval/success": success, "eval/prompts": 100}
-    write(path, lines)
+    write_lines(path / "metrics.jsonl", lines)
     for step in range(1, STEPS + 1):
-        record = {"group_id": step, "member": 0, "turns": [{"text": "a"}, {"text": f"the answer is {step}"}]}
-        (path / "trajectories" / f"train-{step:05d}.jsonl").write_text(json.dumps(record) + "\n")
+        answered(path, step, f"the answer is {step}")
     return Run.read(path, name)
 
 
-def write(path: Path, lines: list[dict[str, Any]]) -> None:
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def answered(path: Path, step: int, text: str) -> None:
+    record = {"group_id": step, "member": 0, "turns": [{"text": "a"}, {"text": text}]}
+    write_lines(path / "trajectories" / f"train-{step:05d}.jsonl", [record])
 
 
-def test_settings_software_and_data_that_differ_are_told_and_free_keys_only_named(tmp_path: Path) -> None:
+def partings(folder: Path, *names: str) -> list[str]:
+    return Comparison([Run.read(folder / name, name) for name in names]).partings()
+
+
+def test_settings_software_and_data_that_differ_are_told_and_free_keys_only_named(tmp_path):
     runs = [made(tmp_path, "a"), made(tmp_path, "b", use_kl_loss=True, reference={}, num_renders=9)]
     text = Comparison(runs).text()
     assert "  use_kl_loss: false | true\n" in text and "  reference: null | a section\n" in text
@@ -57,7 +60,7 @@ def test_settings_software_and_data_that_differ_are_told_and_free_keys_only_name
 @pytest.mark.parametrize(
     ("gain", "words"), [(0.2, "larger than the noise of seeds"), (0.01, "within the noise of seeds")]
 )
-def test_a_difference_is_judged_by_the_noise_of_seeds(tmp_path: Path, gain: float, words: str) -> None:
+def test_a_difference_is_judged_by_the_noise_of_seeds(tmp_path, gain, words):
     old, new = (0.50, 0.52, 0.54), tuple(value + gain for value in (0.50, 0.54, 0.52))
     runs = [made(tmp_path, f"old{seed}", value, seed) for seed, value in enumerate(old)]
     runs += [made(tmp_path, f"new{seed}", value, seed, adv_estimator="grpo") for seed, value in enumerate(new)]
@@ -70,45 +73,40 @@ def test_a_difference_is_judged_by_the_noise_of_seeds(tmp_path: Path, gain: floa
     assert mean in dict(found.figures())["held-out success"]
 
 
-def test_single_runs_are_judged_by_the_noise_of_their_evaluations_alone(tmp_path: Path) -> None:
+def test_single_runs_are_judged_by_the_noise_of_their_evaluations_alone(tmp_path):
     found = Comparison([made(tmp_path, "a", 0.2), made(tmp_path, "b", 0.6, adv_estimator="grpo")])
     (line,) = (each for each in found.verdicts() if "held-out" in each)
     assert "larger than the noise of the evaluations; that of seeds is unknown" in line
 
 
-def test_equal_runs_that_part_are_told_with_step_phase_metric_and_response(tmp_path: Path) -> None:
+def test_equal_runs_that_part_are_told_with_step_phase_metric_and_response(tmp_path):
     runs = [made(tmp_path, name) for name in ("a", "b", "c")]
     lines = [dict(each) for each in runs[1].metrics]
     lines[4]["actor/entropy"] = 1.5
     lines[5]["rollout/reward"] = 9.0
-    write(tmp_path / "b", lines)
-    record = {"group_id": 5, "member": 0, "turns": [{"text": "a"}, {"text": "the answer as 5"}]}
-    (tmp_path / "b" / "trajectories" / "train-00005.jsonl").write_text(json.dumps(record) + "\n")
-    parted, response, weights, cause, *same = Comparison(
-        [Run.read(tmp_path / name, name) for name in ("a", "b", "c")]
-    ).partings()
+    write_lines(tmp_path / "b" / "metrics.jsonl", lines)
+    answered(tmp_path / "b", 5, "the answer as 5")
+    parted, response, weights, cause, *same = partings(tmp_path, "a", "b", "c")
     assert "they part in step 5, phase train: actor/entropy is 1.0 and 1.5 (1 metrics differ)" in parted
-    assert (
-        "in step 5, group 5, member 0, turn 2: at letter 12 one says 'the answer is 5', the other 'the answer as 5'"
-        in (response)
-    )
+    place = "in step 5, group 5, member 0, turn 2: at letter 12"
+    assert f"{place} one says 'the answer is 5', the other 'the answer as 5'" in response
     assert "no checkpoint" in weights and "nothing but python (" in cause and "does not explain it" in cause
     assert same[0].endswith("all metrics are the same but those of time and memory")
     assert same[1].startswith("  response: those that were written up to then are the same") and len(same) == 2
 
     lines[4]["actor/entropy"], lines[5]["rollout/reward"] = 1.0, runs[2].metrics[5]["rollout/reward"]
-    write(tmp_path / "b", lines)  # another response of the same length and reward
-    same, response, cause = Comparison([Run.read(tmp_path / name, name) for name in ("c", "b")]).partings()
+    write_lines(tmp_path / "b" / "metrics.jsonl", lines)  # another response of the same length and reward
+    same, response, cause = partings(tmp_path, "c", "b")
     assert same.endswith("all metrics are the same but those of time and memory")
     assert "in step 5, group 5" in response and "how large the first difference is, is not known" in cause
 
 
-def test_rows_that_differ_are_found_where_all_metrics_are_the_same(tmp_path: Path) -> None:
+def test_rows_that_differ_are_found_where_all_metrics_are_the_same(tmp_path):
     for number, name in enumerate(("a", "c")):
         made(tmp_path, name, rollout_dump_dir=str(tmp_path / f"kept_{name}"))
         for step in (1, 2):
             kept(tmp_path / f"kept_{name}", step, 0.0, flip=bool(number) and step == 2)
-    same, token, cause = Comparison([Run.read(tmp_path / name, name) for name in ("a", "c")]).partings()
+    same, token, cause = partings(tmp_path, "a", "c")
     assert same.endswith("all metrics are the same but those of time and memory")
     assert "the first that differs is in step 2, group 2, member 1, turn 1, token 3: id 7 and 8" in token
     assert "the first difference is a token after equal log-probs" in cause
@@ -118,24 +116,18 @@ def kept(folder: Path, step: int, size: float, flip: bool) -> None:
     """Rollouts of a step; ``size``: how far log-probs are away; ``flip``: one response has another third token."""
     groups = []
     for number in (1, 2):
-        turns = []
+        episodes = []
         for member in range(2):
             other = flip and (number, member) == (2, 1)
-            ids, logprobs = np.array([5, 6, 8 if other else 7]), np.full(3, -1 - size * member, np.float32)
-            done = Completion("r", ids, logprobs, FinishReason.STOP, np.zeros(3, np.int64), engine=member)
-            turns.append(Turn(np.arange(4), done, "five" if other else "four", "?", None, 1.0, 0.0, ""))
-        episodes = [
-            Trajectory("maths", number, member, 1, (turn,), EpisodeEnd.TERMINATED, True, "", False)
-            for member, turn in enumerate(turns)
-        ]
+            told = {"logprobs": np.full(3, -1 - size * member, np.float32), "engine": member}
+            turn = make_turn("five" if other else "four", reward=1.0, ids=[5, 6, 8 if other else 7], **told)
+            episodes.append(make_episode(turn, tag="maths", group=number, member=member, success=True, history=False))
         groups.append(RolloutGroup(number, "maths", episodes))
     Collected(groups, []).save(folder / f"step-{step:05d}")
 
 
 @pytest.mark.parametrize(("size", "words"), [(2e-7, "That explains it"), (0.01, "does not explain it")])
-def test_runs_with_other_kernels_part_at_a_token_and_in_tensors_and_the_kernels_are_judged(
-    tmp_path: Path, size: float, words: str
-) -> None:
+def test_runs_with_other_kernels_part_at_a_token_and_in_tensors_and_the_kernels_are_judged(tmp_path, size, words):
     for number, name in enumerate(("a", "c")):
         dump = tmp_path / f"kept_{name}"
         run = made(tmp_path, name, rollout_dump_dir=str(dump))
@@ -143,7 +135,7 @@ def test_runs_with_other_kernels_part_at_a_token_and_in_tensors_and_the_kernels_
             kept(dump, step, size * number if step > 1 else 0.0, flip=bool(number) and step == 3)
         lines = [dict(each) for each in run.metrics]
         lines[2]["rollout/reward"] += number
-        write(run.folder, lines)
+        write_lines(run.folder / "metrics.jsonl", lines)
         summary = json.loads((run.folder / "summary.json").read_text())
         summary["versions"]["kernels"] = ("AVX2", "DEFAULT")[number]
         (run.folder / "summary.json").write_text(json.dumps(summary))
@@ -155,37 +147,33 @@ def test_runs_with_other_kernels_part_at_a_token_and_in_tensors_and_the_kernels_
                 tensors["near"][0] = torch.nextafter(tensors["near"][0], torch.tensor(9.0))
                 tensors["far"][:4] += 0.5
             save_file(tensors, model / "model.safetensors")
-    told = "\n".join(Comparison([Run.read(tmp_path / name, name) for name in ("a", "c")]).partings())
+    told = "\n".join(partings(tmp_path, "a", "c"))
     workers = " (sampled by generating worker 1 and 1)"
     place = f"in group 1, member 1, turn 1, token 1{workers}"
     assert f"differ from step 2 on, there by up to {np.float32(1 + size) - 1:.2g} {place}" in told
     token = f"token 3: id 7 and 8{workers}; at letter 2 one says 'four'"
     assert f"in step 3, group 2, member 1, turn 1, {token}" in told
     assert "equal in checkpoint-1, in checkpoint-2 2 of 3 tensors differ" in told
-    far, near = (
-        told.index("actor_train far: 50.0% of the values, by up to 0.5 (0.17 of"),
-        told.index("actor_train near"),
-    )
+    far = told.index("actor_train far: 50.0% of the values, by up to 0.5 (0.17 of")
+    near = told.index("actor_train near")
     assert far < near and "in the last 1 bits" in told[near:]
     assert f'differ in nothing but kernels ("AVX2" | "DEFAULT"){". " if size < 1e-3 else ", which "}{words}' in told
 
 
-def test_the_command_writes_text_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [str(made(tmp_path, name, seed=seed).folder) for seed, name in enumerate(("a", "b"))]
+def test_the_command_writes_text_and_a_page(tmp_path, capsys):
+    folders = [made(tmp_path, name, seed=seed).folder for seed, name in enumerate(("a", "b"))]
     page = tmp_path / "compare.html"
-    assert main(["compare", *folders, "-o", str(page)]) == 0
-    assert "held-out success: 0.5 ± 0 (2 seeds)" in capsys.readouterr().out
+    assert "held-out success: 0.5 ± 0 (2 seeds)" in call(capsys, "compare", *folders, "-o", page)[0]
     drawings = page.read_text(encoding="utf-8").split("<svg")[1:]
     assert len(drawings) == 3
     for drawn in drawings:
         ElementTree.fromstring("<svg" + drawn.partition("</svg>")[0] + "</svg>")
-    assert main(["compare", folders[0], str(tmp_path)]) == 2 and "expected a run's folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["compare", folders[0]])
+    assert "expected a run's folder" in refused(capsys, "compare", folders[0], tmp_path)
+    refused(capsys, "compare", folders[0])
 
 
 @pytest.mark.parametrize(
     ("degrees", "value"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (10, 2.228), (60, 2.000)]
 )
-def test_students_quantiles_are_those_of_the_tables(degrees: int, value: float) -> None:
+def test_students_quantiles_are_those_of_the_tables(degrees, value):
     assert t_quantile(degrees) == pytest.approx(value, rel=3e-3)

@@ -11,14 +11,12 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from roll.__main__ import main
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import settings_of
-from roll.data.requests import Completion, FinishReason
+from roll.data.requests import FinishReason
 from roll.pipeline.rollouts import trajectory_record
 from roll.report.curve import learning_curve_svg
 from roll.report.gif import MAX_PICTURES, _scenes, render_episode_gif
@@ -32,8 +30,10 @@ from roll.report.render import (
     save_renders,
 )
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
-from roll.tracking.run import to_json
 from tests.support.browser import CHROMIUM, LAPTOP, PHONE, browser
+from tests.support.cli import call, refused
+from tests.support.episodes import make_episode, make_turn
+from tests.support.lines import write_lines
 
 SOKOBAN = "####\n#PX#\n#_O#\n####"
 HOSTILE = "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\x00\x1b[31m</title>"
@@ -49,17 +49,14 @@ def picture(shade: int, size: tuple[int, int] = (60, 40)) -> bytes:
 FRAMES = (picture(1), picture(80), picture(160))
 
 
-def turn(observation: str, text: str, action: str | None, task: float = 0.0, penalty: float = 0.0) -> Turn:
-    completion = Completion("r", np.arange(3), np.zeros(3, np.float32), FinishReason.STOP, np.zeros(3, np.int64))
-    return Turn(np.arange(5), completion, text, observation, action, task, penalty, "key")
+def turn(observation: str, text: str, action: str | None, *rewards: float) -> Turn:
+    return make_turn(text, observation, action, *rewards)
 
 
-def episode(
-    group: int = 0, member: int = 0, success: bool = True, tag: str = "Sokoban", **kwargs: object
-) -> Trajectory:
-    turns = (turn(SOKOBAN, "I go <answer>Down</answer>", "Down", -0.1), turn(SOKOBAN, "hmm", None, -0.1, -0.5))
-    values: dict = {"turns": turns, "final_observation": SOKOBAN, "end": EpisodeEnd.TERMINATED, "history": True}
-    return Trajectory(tag=tag, group_id=group, member=member, seed=7, success=success, **(values | kwargs))
+def episode(*turns: Turn, **values: Any) -> Trajectory:
+    """A solved one of Sokoban, of two turns unless others are given."""
+    turns = turns or (turn(SOKOBAN, "I go <answer>Down</answer>", "Down", -0.1), turn(SOKOBAN, "hmm", None, -0.1, -0.5))
+    return make_episode(*turns, **{"tag": "Sokoban", "final_observation": SOKOBAN, "success": True, **values})
 
 
 class Page(HTMLParser):
@@ -115,16 +112,16 @@ def test_without_pictures_boards_or_turns_the_words_are_shown():
     assert all(SOKOBAN in frame for frame in page.frames)
     told = Page(render_episode_html(episode(frames=("a dark cave", "a lake", "the end"))))
     assert "a dark cave" in told.frames[0] and SOKOBAN not in told.frames[0]
-    math = episode(turns=(turn("What is 2 + 2?", "4", "4", 1.0),), final_observation="")
+    math = episode(turn("What is 2 + 2?", "4", "4", 1.0), final_observation="")
     assert "What is 2 + 2?" in Page(render_episode_html(math)).frames[0]
-    empty = episode(turns=(), end=EpisodeEnd.CONTEXT_FULL, success=False)
+    empty = make_episode(end=EpisodeEnd.CONTEXT_FULL)
     assert "out of context after 0 turns" in Page(render_episode_html(empty)).frames[0]
 
 
 def test_hostile_and_long_text_stays_text_and_a_page_needs_nothing_from_outside():
     turns = (turn(HOSTILE, HOSTILE, HOSTILE), turn(f"{HOSTILE}\n{SOKOBAN}\n{HOSTILE}", HOSTILE, None))
     end = "y" * (MAX_SHOWN + 1234)
-    text = render_episode_html(episode(tag=HOSTILE, turns=turns, final_observation=end, frames=FRAMES))
+    text = render_episode_html(episode(*turns, tag=HOSTILE, final_observation=end, frames=FRAMES))
     page = Page(text)
     tags = [tag for tag, _ in page.elements]
     assert tags.count("script") == 1 and tags.count("img") == 3 and len(page.frames) == 3
@@ -143,7 +140,7 @@ def test_hostile_and_long_text_stays_text_and_a_page_needs_nothing_from_outside(
 def test_a_gif_has_a_picture_per_turn_and_holds_the_last(tmp_path):
     path = tmp_path / "episode.gif"
     turns = (turn(SOKOBAN, HOSTILE * 30, None), turn("lake", "x", "Up"))
-    render_episode_gif(episode(turns=turns, frames=(FRAMES[0], "a text between", FRAMES[2])), path)
+    render_episode_gif(episode(*turns, frames=(FRAMES[0], "a text between", FRAMES[2])), path)
     with Image.open(path) as gif:
         assert gif.n_frames == 3 and gif.info["loop"] == 0
         durations = []
@@ -157,17 +154,18 @@ def test_a_gif_has_a_picture_per_turn_and_holds_the_last(tmp_path):
 def test_equal_turns_keep_their_pictures_and_times_and_a_long_episode_has_few(tmp_path):
     """GIF writers merge equal pictures; the time that they are shown must add up all the same."""
     path = tmp_path / "still.gif"
-    render_episode_gif(episode(turns=(turn("no board", "a", "a"),) * 4, final_observation="no board"), path)
+    render_episode_gif(episode(*[turn("no board", "a", "a")] * 4, final_observation="no board"), path)
     with Image.open(path) as gif:
         assert gif.n_frames == 5
-    render_episode_gif(episode(turns=(turn("a", "b", "c"),) * 300), tmp_path / "long.gif")
+    render_episode_gif(episode(*[turn("a", "b", "c")] * 300), tmp_path / "long.gif")
     with Image.open(tmp_path / "long.gif") as gif:
         assert MAX_PICTURES // 2 < gif.n_frames <= MAX_PICTURES + 1
 
 
 def test_rendering_costs_little(tmp_path):
     """Sixteen episodes of ten turns: 3.9 s of one core before pictures shared their tiles and their palette."""
-    episodes = [episode(group, turns=(turn(SOKOBAN, "go", "Up"),) * 10, frames=FRAMES[:1] * 11) for group in range(16)]
+    turns = [turn(SOKOBAN, "go", "Up")] * 10
+    episodes = [episode(*turns, group=group, frames=FRAMES[:1] * 11) for group in range(16)]
     save_renders(episodes[:1], tmp_path, step=0, limit=1)
     started = time.process_time()
     save_renders(episodes, tmp_path, step=1, limit=16)
@@ -178,31 +176,33 @@ def test_rendering_costs_little(tmp_path):
     "observation", ["", "word " * 500, "Ω 中文 🙂\t\x07", "#" * 60 + "\n#P" + "_" * 57 + "#\n" + "#" * 60]
 )
 def test_odd_observations_can_be_drawn(tmp_path, observation):
-    render_episode_gif(episode(final_observation=observation, turns=()), tmp_path / "odd.gif")
+    render_episode_gif(make_episode(final_observation=observation), tmp_path / "odd.gif")
 
 
 # Choosing, saving, listing
 
 
 def test_solved_unsolved_and_recorded_episodes_of_different_groups_are_chosen():
-    episodes = [episode(group, member, success=group < 2) for group in range(4) for member in range(3)]
+    places = [{"group": group, "member": member} for group in range(4) for member in range(3)]
+    episodes = [episode(**place, success=place["group"] < 2) for place in places]
     chosen = choose_episodes(episodes, 4)
     assert [(t.group_id, t.success) for t in chosen] == [(0, True), (2, False), (1, True), (3, False)]
     assert len(choose_episodes(episodes, 100)) == 12 and choose_episodes(episodes, 0) == []
-    assert [t.member for t in choose_episodes([episode(0, m) for m in range(3)], 2)] == [0, 1]
-    episodes = [episode(group, frames=FRAMES if group < 2 else ()) for group in range(4)]
-    episodes.append(episode(9, tag="Text", success=False))
+    assert [t.member for t in choose_episodes([episode(member=m) for m in range(3)], 2)] == [0, 1]
+    episodes = [episode(group=group, frames=FRAMES if group < 2 else ()) for group in range(4)]
+    episodes.append(episode(group=9, tag="Text", success=False))
     assert [t.group_id for t in choose_episodes(episodes, 4)] == [0, 9, 1]
 
 
 def test_saved_renders_are_listed_in_an_index_with_the_learning_curve(tmp_path):
     folder = tmp_path / "renders"
     metrics = [{"step": step, "rollout/success": 0.1 * step, "rollout/reward": None} for step in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    pages = save_renders([episode(tag="../../evil <b>"), episode(1, success=False)], folder, step=20, limit=2)
+    write_lines(tmp_path / "metrics.jsonl", metrics)
+    unsolved = episode(group=1, success=False)
+    pages = save_renders([episode(tag="../../evil <b>"), unsolved], folder, step=20, limit=2)
     save_renders([episode()], folder, step=0, limit=2)
     assert [page.name for page in pages] == ["step-000020-evil-b-g0-m0.html", "step-000020-Sokoban-g1-m0.html"]
-    save_renders([episode(1, success=False)], folder, step=20, limit=2)  # again, after a resume
+    save_renders([unsolved], folder, step=20, limit=2)  # again, after a resume
     index = render_index(tmp_path)
     assert index == folder / "index.html"
     text = index.read_text(encoding="utf-8")
@@ -217,7 +217,7 @@ def test_saved_renders_are_listed_in_an_index_with_the_learning_curve(tmp_path):
 
 def test_the_index_of_a_supervised_run_shows_its_loss(tmp_path):
     lines = [{"step": step, "sft/loss": 3.4 - step if step else None, "eval/loss": 2.0} for step in range(4)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     text = render_index(tmp_path).read_text(encoding="utf-8")
     assert "Loss by training step" in text and "Success by training step" not in text
     root = ElementTree.parse(tmp_path / "loss_curve.svg").getroot()
@@ -232,7 +232,7 @@ def test_the_page_of_a_run_that_failed_says_why_and_what_is_known(tmp_path, stat
     (tmp_path / "logs" / "traceback.txt").write_text("Traceback")
     summary = {"status": status, "steps": 3, "wall_s": 90, "error": HOSTILE, "seconds": {"start": 3.25, "train": 40.0}}
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"checkpoint": "/out/checkpoint-3"}))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "rollout/reward": 0.5, "actor/loss": None}) + "\n")
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 3, "rollout/reward": 0.5, "actor/loss": None}])
     text = render_index(tmp_path).read_text(encoding="utf-8")
     assert listed_answers(tmp_path) == [] and "Answers" not in text
     for known in (status, "<b>3</b>", "<b>1.5</b>", "start 3.2, train 40.0", "rollout/reward at step 3", "0.500"):
@@ -289,11 +289,9 @@ def test_few_or_odd_points_still_make_a_picture(points):
 
 
 def answer(number: int, text: str, found: str | None, truth: str, success: bool) -> Trajectory:
-    ids = np.asarray([1], dtype=np.int64)
-    completion = Completion("r", ids, np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, np.int64))
-    turn = Turn(ids, completion, text, f"question {number} <b>", found, float(success), 0.0, "s")
     info = {"prompt_id": f"row-{number}", "ground_truth": truth}
-    return Trajectory("t", number, 0, 0, (turn,), EpisodeEnd.TERMINATED, success, "", True, info)
+    said = turn(f"question {number} <b>", text, found, float(success))
+    return make_episode(said, group=number, success=success, info=info)
 
 
 def test_answers_are_listed_escaped_with_what_was_right(tmp_path):
@@ -354,10 +352,9 @@ def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib
         figures = {"rollout/success": step / steps, "rollout/reward": step / steps, "rollout/episodes": 4.0}
         lines.append({"step": step, **figures, "time/train": 0.5, "time/rollout": 1.5, "actor/lr": None})
     lines[-1] |= {"eval/success": 0.75, "eval/prompts": 4}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text(
-        json.dumps({"seed": 7, "max_steps": 500, "actor_infer": {"infer_batch_size": 1}})
-    )
+    write_lines(folder / "metrics.jsonl", lines)
+    config = {"seed": 7, "max_steps": 500, "actor_infer": {"infer_batch_size": 1}}
+    (folder / "config.yaml").write_text(json.dumps(config))
     alarm = {"watch": "dead_groups", "action": "warn", "text": f"{words} groups", "first": 3, "last": 9, "count": 2}
     summary = {"status": "completed", "steps": steps, "seconds": {"start": 9.0, "rollout": 45.0, "train": 15.0}}
     summary |= {"watches": {"dead_groups": alarm}, "versions": {"torch": "2.9.0"}}
@@ -365,9 +362,8 @@ def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib
     workers = {"actor_train[0]": [[3.0, 4.0]], "actor_infer[0]": [[1.0, 2.5]]}
     workers |= {"actor_infer[1]": [[0.5, 2.0], [2.0, 3.0]]}
     phases = [["rollout", 1.0, 3.0], ["train", 3.0, 4.0]]
-    for step in (1, 2):
-        with (folder / "timeline.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "start": 0.0, "phases": phases, "workers": workers}) + "\n")
+    same = {"start": 0.0, "phases": phases, "workers": workers}
+    write_lines(folder / "timeline.jsonl", [{"step": step, **same} for step in (1, 2)])
     (folder / "summary.json").write_text(json.dumps(summary))
     for step in (0, steps):
         texts = (words, f"{words} at {step}", "seven", "eight")
@@ -375,10 +371,10 @@ def a_run(folder: pathlib.Path, steps: int = 30, words: str = "four") -> pathlib
         answers = [dataclasses.replace(each, seed=number) for number, each in enumerate(answers)]
         lines = [trajectory_record(each) for each in answers]
         lines[0]["turns"][0]["finish_reason"] = "length"
-        (folder / "trajectories" / f"eval-{step:05d}.jsonl").write_text("".join(to_json(line) + "\n" for line in lines))
+        write_lines(folder / "trajectories" / f"eval-{step:05d}.jsonl", lines)
     tokens = ["asked", [words, -0.5, -0.25, 1.5, 1.0, 3], ["no", -0.5, None, -0.75, 0.0, 3]]
     row = {"tag": "t", "group": 1, "score": 1.0, "tokens": tokens}
-    (folder / "trajectories" / f"tokens-{steps:05d}.jsonl").write_text(to_json(row) + "\n")
+    write_lines(folder / "trajectories" / f"tokens-{steps:05d}.jsonl", [row])
     return folder
 
 
@@ -416,8 +412,7 @@ def test_the_page_of_a_run_shows_metrics_times_diagnosis_watches_settings_versio
 
 def test_the_page_needs_nothing_from_outside_escapes_everything_and_stays_small(tmp_path, capsys):
     folder = a_run(tmp_path / "run", steps=2000, words=HOSTILE * 200)
-    assert main(["report", str(folder), "-o", str(tmp_path / "one.html")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'one.html'}\n"
+    assert call(capsys, "report", folder, "-o", tmp_path / "one.html")[0] == f"{tmp_path / 'one.html'}\n"
     text = (tmp_path / "one.html").read_text(encoding="utf-8")
     page = Page(text)
     tags = [tag for tag, _ in page.elements]
@@ -427,7 +422,7 @@ def test_the_page_needs_nothing_from_outside_escapes_everything_and_stays_small(
     assert len(text) < 400_000 and "default-src 'none'" in text
     for drawn in re.findall(r"<svg.*?</svg>", text):
         ElementTree.fromstring(drawn)
-    assert main(["report", str(tmp_path / "none")]) == 2 and "expected a run's folder" in capsys.readouterr().err
+    assert "expected a run's folder" in refused(capsys, "report", tmp_path / "none")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -1,7 +1,5 @@
 """Metrics counted again from rows: all follow, and each that is perturbed is found; and rows token by token."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from roll.__main__ import main
 from roll.algorithms.shaping import Shaping
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.data.requests import Completion, FinishReason
+from roll.data.requests import FinishReason
 from roll.pipeline.prompts import reward_metrics
 from roll.pipeline.rollouts import drop_oldest, token_rows, training_lines, write_rollouts, write_scores
 from roll.report.verification import verify
 from roll.rollout.metrics import rollout_metrics, step_metrics
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.types import Collected, EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.run import to_json
+from tests.support.cli import call, refused
+from tests.support.episodes import make_episode, make_turn
+from tests.support.lines import write_lines
 
 CONFIG = RLVRConfig(
     adv_estimator="grpo",
@@ -38,12 +38,11 @@ def group(number: int, rng: np.random.Generator) -> RolloutGroup:
         ids = rng.integers(5, 90, rng.integers(3, 20))
         ids = np.resize(ids, 2 * len(ids)) if member == 1 else ids  # it says all of it twice
         reason = FinishReason.LENGTH if member == 3 else FinishReason.STOP
-        completion = Completion("r", ids, np.zeros(len(ids), np.float32), reason, np.zeros(len(ids), np.int64))
         score = float(rng.integers(0, 2)) if number else 1.0
-        said = None if member == 2 else str(score)
-        turn = Turn(np.arange(5), completion, "so", "how many?", said, score, -0.25 * (member == 2), "key")
+        said, penalty = (None, -0.25) if member == 2 else (str(score), 0.0)
+        turn = make_turn("so", "how many?", said, score, penalty, ids=ids, prompt=range(5), finish_reason=reason)
         info = {"math/score": score, "length": len(ids)} | ({"over_budget": "too long"} if member == 3 else {})
-        members.append(Trajectory("a", number, member, 0, (turn,), EpisodeEnd.TERMINATED, score > 0, "", True, info))
+        members.append(make_episode(turn, tag="a", group=number, member=member, success=score > 0, info=info))
     return RolloutGroup(number, "a", tuple(members))
 
 
@@ -64,15 +63,18 @@ def a_run(folder: Path, steps: int = 2) -> tuple[Path, list[dict[str, float]]]:
         metrics["rollout/attained"] = float(np.mean([each.score for one in finished for each in one.trajectories]))
         metrics |= shaping(groups_to_batch(collected.groups, ["a"]))[1]
         lines.append({"step": step, **metrics, "actor/loss": 0.5})
-    write(folder, lines)
+    write_lines(folder / "metrics.jsonl", lines)
     return folder, lines
 
 
-def write(folder: Path, lines: list[dict[str, Any]]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def trained_by(kept: Path, args: dict[str, Any], **changes: Any) -> RLVRConfig:
+    """Three groups a step, on one device."""
+    worker = WorkerConfig(model_args={"dtype": "fp32"}, training_args=args, device_mapping=[0])
+    same = {"rollout_batch_size": 3, "rollout_dump_dir": str(kept), "actor_train": worker}
+    return CONFIG.model_copy(update=same | changes)
 
 
-def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tmp_path: Path) -> None:
+def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tmp_path):
     folder, lines = a_run(tmp_path)
     config = CONFIG.model_copy(update={"rollout_dump_dir": str(tmp_path / "kept")})
     found = verify(folder, config)
@@ -85,20 +87,18 @@ def test_all_figures_follow_from_the_rows_and_each_that_is_perturbed_is_found(tm
     assert found.unchecked["trainer"] == ["actor/loss"] and "time/eval" in found.unchecked["measured"]
     for name in found.checked:
         at = 0 if name.startswith("eval/") else 2
-        write(folder, [line | ({name: line[name] + 1e-3} if step == at else {}) for step, line in enumerate(lines)])
+        changed = lines[at] | {name: lines[at][name] + 1e-3}
+        write_lines(folder / "metrics.jsonl", [*lines[:at], changed, *lines[at + 1 :]])
         (wrong,) = verify(folder, config).wrong
         assert (wrong.step, wrong.metric, wrong.counted) == (at, name, pytest.approx(lines[at][name]))
 
 
 @pytest.mark.parametrize("scored", ["all", "none"])
-def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scored: str) -> None:
+def test_losses_follow_from_the_log_probs_before_the_update(tmp_path, scored):
     """One optimizer step: the policy's figures by their formulas in float64, and each that is perturbed is found."""
     rng = np.random.default_rng(2)
-    batch_of_12 = {"training_args": {"per_device_train_batch_size": 12}, "device_mapping": [0]}
     changes = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": "k3", "loss_agg_mode": "token-mean"}
-    changes |= {"rollout_batch_size": 3, "rollout_dump_dir": str(tmp_path)}
-    worker = WorkerConfig(model_args={"dtype": "fp32"}, **batch_of_12)
-    config = CONFIG.model_copy(update={**changes, "actor_train": worker})
+    config = trained_by(tmp_path, {"per_device_train_batch_size": 12}, **changes)
     collected = Collected([group(number, rng) for number in range(1, 4)], [])
     write_rollouts(str(tmp_path), 1, collected)
     batch = groups_to_batch(collected.groups, ["a"])
@@ -107,28 +107,25 @@ def test_losses_follow_from_the_log_probs_before_the_update(tmp_path: Path, scor
     batch = batch.replace(ref_logprobs_T=given_T[1], **({"old_logprobs_T": given_T[0]} if scored == "all" else {}))
     write_scores(str(tmp_path), 1, batch)
     advantages_T = Shaping(config.parts)(batch)[0].advantages_T
-    assert advantages_T is not None
     pg = -float(advantages_T[mask_T].double().mean())
     gap_M = (given_T[1] - given_T[0])[mask_T].double()
     kl = float((gap_M.exp() - 1 - gap_M).mean())
     printed = {"actor/pg_loss": pg, "actor/ratio_mean": 1.0, "actor/clip_frac": 0.0, "actor/approx_kl": 0.0}
     printed |= {"actor/kl_loss": kl, "actor/loss": pg + 0.1 * kl, "actor/entropy": 2.0}
-    write(tmp_path, [{"step": 1, **printed}])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **printed}])
     found = verify(tmp_path, config)
     assert not found.wrong
     unknown = {"actor/entropy"} | ({"actor/kl_loss", "actor/loss"} if scored == "none" else set())
     assert set(found.checked) == printed.keys() - unknown
     for name in found.checked:
-        write(tmp_path, [{"step": 1, **printed, name: printed[name] + 0.01}])
+        write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **printed, name: printed[name] + 0.01}])
         assert [each.metric for each in verify(tmp_path, config).wrong] == [name]
 
 
-def test_schedules_tokens_by_rank_and_passes_over_the_data_follow_from_the_steps_so_far(tmp_path: Path) -> None:
+def test_schedules_tokens_by_rank_and_passes_over_the_data_follow_from_the_steps_so_far(tmp_path):
     """Two optimizer steps in each of three steps; the rate falls by a sixth of its peak with each that is taken."""
     args = {"learning_rate": 6e-8, "lr_scheduler_type": "linear", "per_device_train_batch_size": 6}
-    worker = WorkerConfig(model_args={"dtype": "fp32"}, training_args=args, device_mapping=[0])
-    changes = {"rollout_batch_size": 3, "max_steps": 3, "rollout_dump_dir": str(tmp_path)}
-    config = CONFIG.model_copy(update={**changes, "actor_train": worker})
+    config = trained_by(tmp_path, args, max_steps=3)
     (tmp_path / "summary.json").write_text('{"data": {"actor_train.data_args": {"samples": 4}}}')
     rng, lines = np.random.default_rng(3), list[dict[str, Any]]()
     for step, rate, skipped in ((1, 5.5e-8, 0), (2, None, 1), (3, 2.5e-8, 0)):
@@ -141,25 +138,24 @@ def test_schedules_tokens_by_rank_and_passes_over_the_data_follow_from_the_steps
         line["rollout/epoch"] = (3 * step + 1) // 4
         line |= {f"global_seqlen/{name}": float(value) for name, value in parts.items()}
         lines.append(line | ({} if rate is None else {"actor/lr": rate}))
-    write(tmp_path, lines)
+    write_lines(tmp_path / "metrics.jsonl", lines)
     found = verify(tmp_path, config)
     assert not found.wrong and found.checked["actor/lr"] == 2 and found.checked["rollout/epoch"] == 3
     for name, change in (("actor/lr", 1e-10), ("actor/num_tokens", 1), ("rollout/epoch", 1), ("global_seqlen/min", 1)):
-        write(tmp_path, [*lines[:2], {**lines[2], name: lines[2][name] + change}])
+        write_lines(tmp_path / "metrics.jsonl", [*lines[:2], {**lines[2], name: lines[2][name] + change}])
         assert [each.metric for each in verify(tmp_path, config).wrong] == [name]
 
 
-def test_steps_that_the_bound_has_deleted_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_the_bound_has_deleted_are_told(tmp_path, capsys):
     folder, _ = a_run(tmp_path, steps=4)
     kept = tmp_path / "kept"
     size = sum(file.stat().st_size for file in kept.glob("step-*/*"))
     assert drop_oldest(kept, 4, size) == [] and drop_oldest(kept, 4, size - 1) == [1]
     assert drop_oldest(kept, 4, 1) == [2], "the two newest stay"
-    assert main(["verify", str(folder)]) == 0
-    assert "the rollouts of step 1 to 2 are not kept: rollout_dump_gb" in capsys.readouterr().out
+    assert "the rollouts of step 1 to 2 are not kept: rollout_dump_gb" in call(capsys, "verify", folder)[0]
 
 
-def test_a_changed_row_is_found_and_an_incomplete_evaluation_is_not_counted(tmp_path: Path) -> None:
+def test_a_changed_row_is_found_and_an_incomplete_evaluation_is_not_counted(tmp_path):
     folder, _ = a_run(tmp_path, steps=1)
     rows = (folder / "trajectories" / "eval-00000.jsonl").read_text().splitlines()
     path = folder / "kept" / "step-00001" / "episodes.jsonl"
@@ -171,31 +167,25 @@ def test_a_changed_row_is_found_and_an_incomplete_evaluation_is_not_counted(tmp_
     assert "eval/episodes" in {each.metric for each in verify(folder, CONFIG).wrong}, "with room for more it is whole"
 
 
-def test_the_command_tells_what_differs_and_what_would_have_to_be_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_tells_what_differs_and_what_would_have_to_be_recorded(tmp_path, capsys):
     folder, lines = a_run(tmp_path)
-    assert main(["verify", str(folder)]) == 0
-    out = capsys.readouterr().out
+    out, _ = call(capsys, "verify", folder)
     assert "metrics were counted again: all follow from the rows on disk" in out
     assert "1 metrics follow from what a model computes while it trains" in out and "  actor/loss\n" in out
     lines[1]["rollout/reward"] += 0.125
-    write(folder, lines)
-    assert main(["verify", str(folder)]) == 1
-    assert "1 differ:\n  step 1: rollout/reward is" in capsys.readouterr().out
+    write_lines(folder / "metrics.jsonl", lines)
+    assert "1 differ:\n  step 1: rollout/reward is" in call(capsys, "verify", folder, code=1)[0]
     (tmp_path / "kept").rename(tmp_path / "moved")
-    assert main(["verify", str(folder)]) == 0, "the evaluation alone"
-    assert main(["verify", str(folder), "--rollouts", str(tmp_path / "moved")]) == 1
+    call(capsys, "verify", folder)  # the evaluation alone
+    call(capsys, "verify", folder, "--rollouts", tmp_path / "moved", code=1)
     (folder / "trajectories" / "eval-00000.jsonl").unlink()
-    capsys.readouterr()
-    assert main(["verify", str(folder)]) == 2 and "nothing can be counted again" in capsys.readouterr().err
+    assert "nothing can be counted again" in refused(capsys, "verify", folder)
 
 
-def test_telling_rows_are_written_token_by_token() -> None:
+def test_telling_rows_are_written_token_by_token():
     rng, shaping = np.random.default_rng(1), Shaping(CONFIG.parts)
     batch, _ = shaping(groups_to_batch([group(number, rng) for number in range(1, 4)], ["a"]))
     sampled_T = batch.rollout_logprobs_T
-    assert batch.advantages_T is not None and sampled_T is not None
     on_policy_B = torch.arange(12) > 5
     batch = batch.replace(old_logprobs_T=sampled_T - (batch.rows_T == 3) * 0.5, on_policy_B=on_policy_B)
     mean_B = [float(batch.advantages_T[(batch.rows_T == row) & batch.loss_mask_T].mean()) for row in range(12)]

@@ -1,16 +1,13 @@
-"""A saved model that all tests of these commands share, and the command line as a user calls it."""
+"""A saved model that all tests of these commands share."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.contract import save_model
-
-Write = Callable[[str, Sequence[Mapping[str, Any]]], str]
+from tests.support.lines import write_lines
 
 
 @pytest.fixture(scope="session")
@@ -31,16 +28,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Write:
+def rows(tmp_path: Path) -> Callable[..., str]:
     """``rows(name, […])`` writes JSON lines and returns the path."""
-
-    def write(name: str, lines: Sequence[Mapping[str, Any]]) -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        return str(path)
-
-    return write
-
-
-def read(path: Path | str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return lambda name, lines: str(write_lines(tmp_path / name, lines))

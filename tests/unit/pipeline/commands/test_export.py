@@ -21,6 +21,7 @@ from roll.models.adapter_files import ADAPTER_CONFIG
 from roll.models.lora import PREFIX, LoraSpec
 from roll.pipeline.commands.exporting import num_bytes
 from roll.tracking.checkpointer import Checkpointer
+from tests.support.lines import write_lines
 from tests.support.trainers import make_batch, make_context
 
 ADAPTER = LoraSpec(rank=3, alpha=7, targets=("q_proj", "down_proj"))
@@ -68,6 +69,10 @@ def parameters(model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+
+
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
@@ -80,34 +85,24 @@ def test_the_card_says_what_was_trained_and_keeps_that_of_the_base(runs, model, 
     (base / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n")
     shutil.copytree(runs["adapter"][0], run)
     config = {
-        "pretrain": str(base),
-        "max_steps": 9,
-        "adv_estimator": "grpo",
+        **{"pretrain": str(base), "max_steps": 9, "adv_estimator": "grpo"},
         "rewards": {"maths": {"verifiers": [{"name": "math"}], "api_key": "planted-in-a-key"}},
         "actor_train": {"data_args": {"file_name": ["sums.jsonl"]}, "model_args": {"lora_target": "q_proj"}},
         "tracker_kwargs": {"note": "planted-in-the-environment"},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     rows = {"rows": 1200, "samples": 1200, "digest": "0123456789abcdef"}
-    ends = {
-        "before": {"accuracy": 0.1, "prompts": 200, "episodes": 200},
-        "after": {"accuracy": 0.6, "prompts": 200, "episodes": 200},
-    }
+    counts = {"prompts": 200, "episodes": 200}
+    ends = {"before": {"accuracy": 0.1, **counts}, "after": {"accuracy": 0.6, **counts}}
     summary = {"steps": 7, "eval": ends, "data": {"actor_train.data_args": rows}, "versions": {"roll": "0.1.0"}}
     (run / "summary.json").write_text(json.dumps(summary))
-    steps = [
-        {"step": step, "eval/success": share, "eval/prompts": 200} for step, share in ((0, 0.1), (7, 0.6), (8, 0.9))
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+    shares = {0: 0.1, 7: 0.6, 8: 0.9}
+    steps = [{"step": step, "eval/success": share, "eval/prompts": 200} for step, share in shares.items()]
+    write_lines(run / "metrics.jsonl", steps)
     assert export(run, "-o", tmp_path / "out") == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    head = yaml.safe_load(card.split("---\n")[1])
-    assert head == {
-        "base_model": str(base),
-        "library_name": "peft",
-        "tags": ["roll", "rlvr", "grpo"],
-        "license": "apache-2.0",
-    }
+    head = {"base_model": str(base), "library_name": "peft", "tags": ["roll", "rlvr", "grpo"], "license": "apache-2.0"}
+    assert yaml.safe_load(card.split("---\n")[1]) == head
     assert "# maths, step 7" in card and "for 7 of 9 steps" in card and "AutoPeftModelForCausalLM" in card
     assert "Learned: accuracy 10.0% → 60.0% (+50.0 points, 95% interval" in card
     assert "| 7 | 60.0% | 53.1% to 66.5% (200) |" in card and "90.0%" not in card, "step 8 is later"
@@ -146,11 +141,9 @@ def test_a_merged_adapter_is_a_whole_model(runs, model, tmp_path, capsys):
 def test_an_adapter_keeps_its_form(runs, tmp_path):
     run, trained = runs["adapter"]
     assert export(run / "checkpoints" / "checkpoint-7", "-o", tmp_path / "out", "--dtype", "bf16") == 0
+    names = {name: PREFIX + name.removeprefix("model.").replace(".default", "") for name in trained}
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert_equal(
-        found,
-        {PREFIX + name.removeprefix("model.").replace(".default", ""): one.bfloat16() for name, one in trained.items()},
-    )
+    assert_equal(found, {names[name]: one.bfloat16() for name, one in trained.items()})
     assert (tmp_path / "out" / ADAPTER_CONFIG).is_file() and not (tmp_path / "out" / "config.json").exists()
 
 
@@ -159,11 +152,11 @@ def test_a_critic_has_a_trunk_and_its_head(runs, tmp_path, name):
     run, trained = runs[name]
     for dtype in ("fp32", "fp16"):
         assert export(run, "-o", tmp_path / dtype, "--role", "critic", "--dtype", dtype) == 0
-    expected = {key.removeprefix("model."): one for key, one in trained.items() if key.startswith("model.")}
+    expected = part(trained, "model.")
     assert_equal(parameters(AutoModel.from_pretrained(tmp_path / "fp32")), expected)
     halves = {key: one.half() for key, one in expected.items()}
     assert_equal(parameters(AutoModel.from_pretrained(tmp_path / "fp16", dtype="auto")), halves)
-    head = {key.removeprefix("value_head."): one for key, one in trained.items() if key.startswith("value_head.")}
+    head = part(trained, "value_head.")
     assert len(head) == 2
     assert_equal(load_file(tmp_path / "fp16" / "value_head.safetensors"), head)
 
@@ -173,9 +166,8 @@ def test_a_reward_model_is_a_classifier(runs, tmp_path, name):
     run, trained = runs[name]
     assert export(run, "-o", tmp_path / "out", "--dtype", "fp32") == 0
     found = parameters(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"))
-    expected = {key.removeprefix("model."): one for key, one in trained.items() if key.startswith("model.")}
-    score = trained["value_head.linear.weight"]
-    assert_equal(found, {f"model.{key}": one for key, one in expected.items()} | {"score.weight": score})
+    expected = {f"model.{key}": one for key, one in part(trained, "model.").items()}
+    assert_equal(found, expected | {"score.weight": trained["value_head.linear.weight"]})
 
 
 @pytest.mark.parametrize("name", ["reward-adapter", "reward-adapter-shards"])
@@ -213,7 +205,7 @@ def test_exporting_needs_neither_ray_nor_a_gpu(runs, tmp_path):
 
 def refused(capsys: Any, *words: object) -> str:
     assert export(*words) == 2
-    error: str = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert error.startswith("roll export: ")
     return error
 
@@ -231,10 +223,7 @@ def test_what_cannot_be_exported_is_refused(runs, model, tmp_path, capsys):
     other = shutil.copytree(model, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
-    save_file(
-        {key: one[:, 1:].contiguous() if key == name else one for key, one in weights.items()},
-        other / "model.safetensors",
-    )
+    save_file(weights | {name: weights[name][:, 1:].contiguous()}, other / "model.safetensors")
     assert f"{name}: got shape" in refused(capsys, *adapter, other)
     save_file({key: one for key, one in weights.items() if key != name}, other / "model.safetensors")
     assert f"no {name} in it" in refused(capsys, *adapter, other)

@@ -1,7 +1,8 @@
-"""``roll generate``: order, seeds, going on, what cannot be answered, and the forms that prompts come in."""
+"""``roll generate``: order, seeds, going on, progress, what cannot be answered, and the forms of prompts."""
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ from roll.data.renderer import ChatRenderer
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from roll.models.lora import write_adapter_config
 from roll.models.tiny import make_tokenizer
+from roll.pipeline.commands import progress as progress_module
+from roll.pipeline.commands.progress import progress
+from tests.support.cli import call, refused
 from tests.support.contract import LORA, greedy_oracle, load, make_adapter
-from tests.unit.pipeline.commands.conftest import read
+from tests.support.lines import read_lines as read
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
@@ -33,8 +37,8 @@ def test_texts_are_continued_and_messages_rendered(model, rows, tmp_path, capsys
     (tmp_path / "c.txt").write_text("three\n\n four\r\n")
     parquet.write_table(pyarrow.table({"question": ["five"]}), tmp_path / "d.parquet")
     out = tmp_path / "out.jsonl"
-    assert main(["generate", model, *files, str(tmp_path / "c.txt"), "-o", str(out), *GREEDY]) == 0
-    assert "--chat sends them" in capsys.readouterr().err
+    _, err = call(capsys, "generate", model, *files, tmp_path / "c.txt", "-o", out, *GREEDY)
+    assert "--chat sends them" in err
     expected = [oracle(model, tokenizer(text)["input_ids"]) for text in ("one two", "three", " four")]
     expected.insert(1, oracle(model, ChatRenderer(tokenizer).prompt(talk).tolist()))
     lines = read(out)
@@ -43,8 +47,8 @@ def test_texts_are_continued_and_messages_rendered(model, rows, tmp_path, capsys
     assert all(1 <= line["answers"][0]["num_tokens"] <= 8 for line in lines)
     assert {line["answers"][0]["finish_reason"] for line in lines} <= {"stop", "length"}
 
-    asked = ["generate", model, str(tmp_path / "d.parquet"), "-o", str(tmp_path / "five.jsonl"), *GREEDY]
-    assert main([*asked, "--prompt-key", "question", "--chat", "--system", "Short.", "--answer-key", "said"]) == 0
+    asked = ["generate", model, tmp_path / "d.parquet", "-o", tmp_path / "five.jsonl", *GREEDY, "--chat"]
+    call(capsys, *asked, "--prompt-key", "question", "--system", "Short.", "--answer-key", "said")
     prompt = ChatRenderer(tokenizer).prompt([talk[0], {"role": "user", "content": "five"}])
     assert read(tmp_path / "five.jsonl")[0]["said"][0]["text"] == oracle(model, prompt.tolist())
 
@@ -59,30 +63,25 @@ def test_an_interrupted_output_is_finished_as_if_nothing_had_happened(model, row
     lines = whole.read_bytes().splitlines(keepends=True)
     other.write_bytes(b"".join(lines[:5]) + lines[5][:20])
     shutil.copy(f"{whole}.settings.json", f"{other}.settings.json")
-    capsys.readouterr()
-    assert main([*command, "-o", str(other)]) == 0
-    assert "5 of 12 rows exist" in capsys.readouterr().err
-    assert other.read_bytes() == whole.read_bytes()
-    assert main([*command, "-o", str(other)]) == 0
-    assert "12 of 12 rows exist" in capsys.readouterr().err
+    for kept in (5, 12):
+        assert f"{kept} of 12 rows exist" in call(capsys, *command, "-o", other)[1]
+        assert other.read_bytes() == whole.read_bytes()
     # Answers that were made otherwise are neither mixed nor lost.
-    assert main([*command, "-o", str(other), "--temperature", "0.5", "seed_of_mine=1"]) == 2
-    assert main([*command, "-o", str(other), "--temperature", "0.5"]) == 2
-    assert "begun with another generator" in capsys.readouterr().err
+    refused(capsys, *command, "-o", other, "--temperature", "0.5", "seed_of_mine=1")
+    assert "begun with another generator" in refused(capsys, *command, "-o", other, "--temperature", "0.5")
     Path(f"{other}.settings.json").unlink()
-    assert main([*command, "-o", str(other)]) == 2
+    refused(capsys, *command, "-o", other)
     assert other.read_bytes() == whole.read_bytes()
-    assert main([*command, "-o", str(other), "--overwrite"]) == 0
+    call(capsys, *command, "-o", other, "--overwrite")
     assert other.read_bytes() == whole.read_bytes()
 
 
 def test_a_prompt_that_cannot_be_answered_is_told_in_its_row(model, rows, tmp_path, capsys):
     prompts = rows("prompts.jsonl", [{"prompt": "a"}, {"prompt": "word " * 40}, {"prompt": "b"}])
     out = tmp_path / "out.jsonl"
-    command = ["generate", model, prompts, "-o", str(out), "-n", "2", "--max-length", "32", *GREEDY]
+    command = ["generate", model, prompts, "-o", out, "-n", "2", "--max-length", "32", *GREEDY]
     for _ in range(2):  # they are not forgotten when there is nothing left to do
-        assert main(command) == 1
-        assert "2 answers failed" in capsys.readouterr().err
+        assert "2 answers failed" in call(capsys, *command, code=1)[1]
     lines = read(out)
     assert [["text" in answer for answer in line["answers"]] for line in lines] == [[True] * 2, [False] * 2, [True] * 2]
     assert "sequence_length is 32" in lines[1]["answers"][0]["error"]
@@ -90,33 +89,20 @@ def test_a_prompt_that_cannot_be_answered_is_told_in_its_row(model, rows, tmp_pa
 
 def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, capsys):
     wrong = rows("wrong.jsonl", [{"question": "?"}, {"prompt": 3}, {"prompt": "x", "answers": "y"}])
-    out = str(tmp_path / "out.jsonl")
-    assert main(["generate", "/nowhere", wrong, "-o", out]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    out = tmp_path / "out.jsonl"
+    told = refused(capsys, "generate", "/nowhere", wrong, "-o", out)
     assert "3 problems" in told and "--prompt-key" in told and "--answer-key" in told and "3, expected text" in told
-    assert not Path(out).exists()
+    assert not out.exists()
     command = ["generate", "/nowhere", rows("right.jsonl", [{"prompt": "x"}]), "-o", out]
-    assert main([*command, "--engine", "fsdp2_train", "--top-p", "2", "model_args.dtyp=bf16"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    told = refused(capsys, *command, "--engine", "fsdp2_train", "--top-p", "2", "model_args.dtyp=bf16")
     assert "3 problems" in told and "did you mean dtype?" in told and "hf_infer, sglang, vllm" in told
-    assert main([*command, "--system", "x", "world_size=2", "generating_args.num_return_sequences=2"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    told = refused(capsys, *command, "--system", "x", "world_size=2", "generating_args.num_return_sequences=2")
     assert "world_size" in told and "-n, which says" in told
-    assert main([*command, "--system", "x"]) == 2
-    assert "--chat sends it" in capsys.readouterr().err
-    assert main(command) == 2
-    assert "/nowhere" in capsys.readouterr().err
-    prompts = Path(rows("prompts.jsonl", [{"prompt": "x"}]))
-    assert main(["generate", "/nowhere", str(prompts), "-o", str(prompts), "--overwrite"]) == 2
-    assert "a file of prompts, expected another" in capsys.readouterr().err
-    assert read(prompts) == [{"prompt": "x"}]
-
-
-@pytest.mark.parametrize("words", [["generate", "/nowhere", "p.jsonl", "-o", "out.jsonl"], ["chat", "/nowhere"]])
-def test_a_length_that_no_prompt_has_is_refused(words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([*words, "--max-length", "0"])
-    assert f"{words[0]}: --max-length: got 0, expected at least 1" in capsys.readouterr().err
+    assert "--chat sends it" in refused(capsys, *command, "--system", "x")
+    assert "/nowhere" in refused(capsys, *command)
+    prompts = rows("prompts.jsonl", [{"prompt": "x"}])
+    told = refused(capsys, "generate", "/nowhere", prompts, "-o", prompts, "--overwrite")
+    assert "a file of prompts, expected another" in told and read(prompts) == [{"prompt": "x"}]
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*_proj", ["model.layers.0.self_attn.q_proj"]])
@@ -135,3 +121,17 @@ def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path, tar
     ids = np.array(make_tokenizer()("one two")["input_ids"])
     expected = make_tokenizer().decode(greedy_oracle(merged, ids, 8), skip_special_tokens=True)
     assert read(out)[0]["answers"][0]["text"] == expected != oracle(model, ids.tolist())
+
+
+def test_lines_of_progress_come_while_nothing_is_finished_and_end_with_the_work(capsys, monkeypatch):
+    monkeypatch.setattr(progress_module, "QUIET_SECONDS", 0.02)
+    with progress("rows answered", 1000, 3) as advance:
+        time.sleep(0.3)
+        advance("12 tokens/s")
+        time.sleep(0.3)
+    time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("rows answered: 3 of 1,000 after ")
+    assert lines[-1].startswith("rows answered: 4 of 1,000 after ") and lines[-1].endswith(", 12 tokens/s")
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""

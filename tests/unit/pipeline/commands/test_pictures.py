@@ -18,8 +18,9 @@ from PIL import Image
 from pyarrow import parquet
 
 from roll.__main__ import main
+from tests.support.cli import refused
+from tests.support.lines import read_lines as read
 from tests.support.picture_models import greedy_words, make_picture_model
-from tests.unit.pipeline.commands.conftest import read
 from tests.unit.rewards.test_judge import says, serving, shown_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +67,7 @@ def test_generate_answers_rows_with_pictures_and_score_reads_them(seeing, files,
     with serving(says("Score: 9")) as server:
         verifier = ["--verifier", "judge", f"judge_api_url={server.url}", "judge_model_name=j", "--no-truth"]
         lost, there = ["score", answered, *verifier, "pictures=true"], ["--image-folder", str(tmp_path)]
-        assert main(lost) == 2 and "out/1.png': no such file" in capsys.readouterr().err
+        assert "out/1.png': no such file" in refused(capsys, *lost)
         assert main([*lost, *there]) == 0
         assert main(["score", answered, *verifier]) == 0
     assert "(judge) reads <image> in place of the pictures of 3 prompts; pictures: true" in capsys.readouterr().err
@@ -77,17 +78,15 @@ def test_generate_answers_rows_with_pictures_and_score_reads_them(seeing, files,
 
 def test_pictures_that_cannot_be_asked_are_told_before_a_model_loads(seeing, model, files, rows, tmp_path, capsys):
     line = {"prompt": "?", "images": ["0.png"]}
-    out = ["-o", str(tmp_path / "out.jsonl"), *GREEDY]
-    assert main(["generate", seeing, rows("a.jsonl", [line]), *out]) == 2
-    assert "--chat sends them" in capsys.readouterr().err
+    out = ["-o", tmp_path / "out.jsonl", *GREEDY]
+    assert "--chat sends them" in refused(capsys, "generate", seeing, rows("a.jsonl", [line]), *out)
     (tmp_path / "2.png").write_bytes(Path(files[0]).read_bytes()[:900])
     wrong = rows("b.jsonl", [line | {"images": ["2.png"]}, line | {"images": ["../0.png"]}])
-    assert main(["generate", seeing, wrong, *out, "--chat"]) == 2
-    assert "outside of" in capsys.readouterr().err
-    assert main(["generate", seeing, rows("c.jsonl", [line | {"images": ["2.png"]}]), *out, "--chat"]) == 2
-    assert "c.jsonl:1: images[0]: unreadable" in capsys.readouterr().err
-    assert main(["generate", model, rows("d.jsonl", [line]), *out, "--chat"]) == 2
-    assert "there are pictures, but the model takes no pictures" in capsys.readouterr().err
+    assert "outside of" in refused(capsys, "generate", seeing, wrong, *out, "--chat")
+    cut = rows("c.jsonl", [line | {"images": ["2.png"]}])
+    assert "c.jsonl:1: images[0]: unreadable" in refused(capsys, "generate", seeing, cut, *out, "--chat")
+    told = refused(capsys, "generate", model, rows("d.jsonl", [line]), *out, "--chat")
+    assert "there are pictures, but the model takes no pictures" in told
 
 
 def test_generate_and_score_take_pictures_at_addresses(seeing, files, rows, tmp_path, monkeypatch, capsys):
@@ -108,25 +107,25 @@ def test_generate_and_score_take_pictures_at_addresses(seeing, files, rows, tmp_
         lines = [{"prompt": "so?", "images": [f"{web}/{name}.png"], "solution": "0"} for name in (1, "none")]
         out = tmp_path / "said.jsonl"
         asking = ["generate", seeing, rows("a.jsonl", lines[:1]), "-o", str(out), *GREEDY, "--chat"]
-        assert main(asking) == 2 and "not fetched from addresses" in capsys.readouterr().err and not asked
-        assert main([*asking, "--image-urls", "any"]) == 2 and "expected https://" in capsys.readouterr().err
-        assert main([*asking, "--image-urls", "https://a"]) == 2 and "without https://" in capsys.readouterr().err
+        assert "not fetched from addresses" in refused(capsys, *asking) and not asked
+        assert "expected https://" in refused(capsys, *asking, "--image-urls", "any")
+        assert "without https://" in refused(capsys, *asking, "--image-urls", "https://a")
         urls = ["--image-urls", "127.0.0.1,example.org"]
         missing = ["generate", seeing, rows("b.jsonl", lines), "-o", str(out), *GREEDY, "--chat", *urls]
-        assert main(missing) == 2 and "b.jsonl:2: images[0]: " in capsys.readouterr().err
+        assert "b.jsonl:2: images[0]: " in refused(capsys, *missing)
         assert main([*asking, *urls]) == 0
         (line,) = read(out)
         assert line["answers"][0]["text"] == oracle(seeing, "so?", 1)
         with serving(says("Score: 9")) as judge:
             verifier = ["judge", f"judge_api_url={judge.url}", "judge_model_name=j", "pictures=true"]
             scoring = ["score", str(out), "--no-truth", "--verifier", *verifier]
-            assert main(scoring) == 2 and "image_urls" in capsys.readouterr().err
+            assert "image_urls" in refused(capsys, *scoring)
             assert main([*scoring, *urls]) == 0
             unseen = rows("c.jsonl", [{**lines[1], "answers": ["3"]}])
-            assert main(["score", unseen, "--no-truth", "--verifier", *verifier, *urls]) == 2
+            told = refused(capsys, "score", unseen, "--no-truth", "--verifier", *verifier, *urls)
         server.shutdown()
         thread.join()
-    assert "c.jsonl:1: images[0]: " in capsys.readouterr().err
+    assert "c.jsonl:1: images[0]: " in told
     (body,) = judge.bodies
     assert np.array_equal(np.asarray(shown_in(body)[0]), PIXELS[1])
     assert sum(path == "/1.png" for path in asked) == 1, "once for both commands"
@@ -136,7 +135,7 @@ def test_a_path_out_of_the_folder_is_allowed_by_an_option(seeing, files, rows, t
     asked = rows("a.jsonl", [{"prompt": "so?", "images": [files[1]]}])
     (tmp_path / "elsewhere").mkdir()
     options = ["-o", str(tmp_path / "out.jsonl"), *GREEDY, "--chat", "--image-folder", str(tmp_path / "elsewhere")]
-    assert main(["generate", seeing, asked, *options]) == 2 and "image_outside_folder" in capsys.readouterr().err
+    assert "image_outside_folder" in refused(capsys, "generate", seeing, asked, *options)
     assert main(["generate", seeing, asked, *options, "--image-outside-folder"]) == 0
     assert read(tmp_path / "out.jsonl")[0]["answers"][0]["text"] == oracle(seeing, "so?", 1)
 

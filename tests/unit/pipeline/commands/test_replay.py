@@ -1,6 +1,5 @@
 """``roll replay`` before anything starts: what it needs of a run's folder, and the changes that it cannot follow."""
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,28 +8,36 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.__main__ import main
 from roll.pipeline.cli import read_config
 from roll.pipeline.commands import replaying
 from roll.rollout.types import Collected
 from roll.tracking.checkpointer import Checkpointer
+from tests.support.cli import call, refused
+from tests.support.lines import write_lines
 
 CONFIGS = Path(__file__).resolve().parents[3] / "integration" / "config"
+
+
+def recorded(folder: Path, name: str, *words: str) -> Any:
+    """The configuration and the metrics of a run of four steps; returns its pipeline."""
+    config, program = read_config(name, CONFIGS, ["max_steps=4", "pretrain=some/model", *words])
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    write_lines(folder / "metrics.jsonl", [{"step": step, "actor/loss": 1.5} for step in range(5)])
+    return program
+
+
+def save_checkpoints(folder: Path, *steps: int) -> None:
+    for step in steps:
+        Checkpointer(folder / "checkpoints").save(step, lambda path: None, {"step": step})
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of four steps with checkpoints after 1 and 3 and kept rollouts of 2 and 4; nothing is launched."""
     folder = tmp_path / "run"
-    config, _ = read_config(
-        "small", CONFIGS, ["max_steps=4", "pretrain=some/model", f"rollout_dump_dir={tmp_path / 'kept'}"]
-    )
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "actor/loss": 1.5}}\n' for step in range(5)))
-    saver = Checkpointer(folder / "checkpoints")
-    for step in (3, 1):  # as a run that was resumed earlier leaves them
-        saver.save(step, lambda path: None, {"step": step})
+    recorded(folder, "small", f"rollout_dump_dir={tmp_path / 'kept'}")
+    save_checkpoints(folder, 3, 1)  # as a run that was resumed earlier leaves them
     for step in (2, 4):
         Collected([], []).save(tmp_path / "kept" / f"step-{step:05d}")
     return folder
@@ -44,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, loss: float) -> SimpleNamespace:
         seen.config, seen.workers = config, workers
         folder = Path(config.output_dir) / config.exp_name
         folder.mkdir(exist_ok=True)
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "actor/loss": loss, "time/step": 2.0}) + "\n")
+        write_lines(folder / "metrics.jsonl", [{"step": 4, "actor/loss": loss, "time/step": 2.0}])
         return 0
 
     monkeypatch.setattr(replaying, "launch", launch)
@@ -53,11 +60,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, loss: float) -> SimpleNamespace:
 
 def test_a_replay_starts_from_the_nearest_checkpoint_without_players(run, monkeypatch, capsys):
     seen = launched(monkeypatch, 1.5)
-    assert main(["replay", str(run), "--step", "4"]) == 0
+    out, _ = call(capsys, "replay", run, "--step", 4)
     assert seen.config.resume_from_checkpoint == str(run / "checkpoints" / "checkpoint-3")
     assert (seen.config.exp_name, seen.config.max_steps, seen.config.save_steps) == ("run_replay_4", 4, None)
     assert "actor_infer" not in seen.workers and "train_env_manager" not in seen.workers
-    assert "all 1 are equal to the bit" in capsys.readouterr().out
+    assert "all 1 are equal to the bit" in out
 
 
 @pytest.mark.parametrize(
@@ -69,25 +76,20 @@ def test_a_replay_starts_from_the_nearest_checkpoint_without_players(run, monkey
         ([3], ""),
     ],
 )
-def test_the_steps_that_come_first_are_told_before_they_are_taken(
-    run, tmp_path, monkeypatch, capsys, checkpoints, said
-):
+def test_steps_that_come_first_are_told_before_they_are_taken(run, tmp_path, monkeypatch, capsys, checkpoints, said):
     launched(monkeypatch, 1.5)
     shutil.rmtree(run / "checkpoints")
-    for step in checkpoints:
-        Checkpointer(run / "checkpoints").save(step, lambda path: None, {"step": step})
+    save_checkpoints(run, *checkpoints)
     for step in (1, 3):
         Collected([], []).save(tmp_path / "kept" / f"step-{step:05d}")
-    assert main(["replay", str(run), "--step", "4"]) == 0
-    told = capsys.readouterr().err
+    _, told = call(capsys, "replay", run, "--step", 4)
     assert told.startswith(said) and bool(told) == bool(said)
 
 
 @pytest.mark.parametrize(("words", "code"), [([], 1), (["pg_clip=0.01"], 0)])
 def test_figures_that_differ_are_told(run, monkeypatch, capsys, words, code):
     launched(monkeypatch, 1.5000001)
-    assert main(["replay", str(run), "--step", "4", *words]) == code
-    said = capsys.readouterr().out
+    said, _ = call(capsys, "replay", run, "--step", 4, *words, code=code)
     assert ("changed: pg_clip: was 0.2, is 0.01" in said) == bool(words)
     assert "actor/loss       1.5  1.5000001  differs" in said and "1 of 1 differ" in said
 
@@ -106,46 +108,38 @@ def test_figures_that_differ_are_told(run, monkeypatch, capsys, words, code):
     ],
 )
 def test_what_a_replay_lacks_or_cannot_follow_is_said(run, capsys, step, words, expected):
-    assert main(["replay", str(run), "--step", step, *words]) == 2
-    assert expected.format(run=run) in capsys.readouterr().err
+    assert expected.format(run=run) in refused(capsys, "replay", run, "--step", step, *words)
 
 
 def test_a_run_without_kept_rollouts_or_that_is_none_is_refused(run, tmp_path, capsys):
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"rollout_dump_dir": None}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
-    assert main(["replay", str(run), "--step", "4"]) == 2
-    assert "a run with rollout_dump_dir can be replayed" in capsys.readouterr().err
+    assert "a run with rollout_dump_dir can be replayed" in refused(capsys, "replay", run, "--step", 4)
     (run / "config.yaml").write_text("exp_name: run\n")
-    assert main(["replay", str(run), "--step", "4"]) == 2
-    assert "a configuration of no pipeline" in capsys.readouterr().err
+    assert "a configuration of no pipeline" in refused(capsys, "replay", run, "--step", 4)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "distill", "rm"])
 def test_a_step_on_a_dataset_needs_no_rollouts_and_nobody_who_answers(tmp_path, monkeypatch, capsys, name):
     """The pipeline's own start gets the configuration, and what is done with its steps."""
     run, seen = tmp_path / "run", SimpleNamespace()
-    words = ["max_steps=4", "pretrain=some/model", *(["teacher_pretrain=some/other"] if name == "distill" else [])]
-    config, program = read_config(name, CONFIGS, words)
-    run.mkdir()
-    (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "actor/loss": 1.5}}\n' for step in range(5)))
-    Checkpointer(run / "checkpoints").save(2, lambda path: None, {"step": 2})
+    program = recorded(run, name, *(["teacher_pretrain=some/other"] if name == "distill" else []))
+    save_checkpoints(run, 2)
 
     def start(config: Any, started: float, take: Any) -> int:
         seen.config, seen.take = config, take
         folder = Path(config.output_dir) / config.exp_name
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text('{"step": 3, "actor/loss": 1.5}\n')
+        write_lines(folder / "metrics.jsonl", [{"step": 3, "actor/loss": 1.5}])
         return 0
 
     monkeypatch.setattr(replaying, "import_path", lambda path: start if path == program.run else pytest.fail(path))
-    assert main(["replay", str(run), "--step", "3", "actor_train.training_args.learning_rate=0.5"]) == 0
+    call(capsys, "replay", run, "--step", 3, "actor_train.training_args.learning_rate=0.5")
     assert seen.config.resume_from_checkpoint == str(run / "checkpoints" / "checkpoint-2")
     assert (seen.config.validation, seen.config.actor_infer, seen.config.max_steps) == (None, None, 4)
     assert seen.config.actor_train.training_args.learning_rate == 0.5
     assert seen.take.keywords == {"last": 3}
-    capsys.readouterr()
-    assert main(["replay", str(run), "--step", "3", "actor_infer.infer_batch_size=2"]) == 2
-    assert "actor_infer: a replay sets this itself" in capsys.readouterr().err
-    assert main(["replay", str(run), "--step", "3", "--rollouts", "kept"]) == 2
-    assert f"--rollouts kept: expected none, as {run} learns from a dataset" in capsys.readouterr().err
+    told = refused(capsys, "replay", run, "--step", 3, "actor_infer.infer_batch_size=2")
+    assert "actor_infer: a replay sets this itself" in told
+    told = refused(capsys, "replay", run, "--step", 3, "--rollouts", "kept")
+    assert f"--rollouts kept: expected none, as {run} learns from a dataset" in told

@@ -1,25 +1,21 @@
 """``roll score``: any answers, any verifiers, nothing heavy for rules, and no failure that looks like a 0."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roll.__main__ import main
 from roll.pipeline.commands.scoring import _written
 from roll.pipeline.prompts import accuracy_metrics
 from roll.pipeline.rollouts import trajectory_record
 from roll.rewards import VERIFIERS
 from roll.rewards.accuracy import Tally
 from roll.rewards.types import RewardResult
-from roll.rollout.types import RolloutGroup
-from roll.tracking.run import to_json
 from roll.utils.registry import PLUGINS
-from tests.unit.pipeline.commands.conftest import Write, read
+from tests.support.cli import call, refused
+from tests.support.lines import read_lines as read
 from tests.unit.pipeline.rlvr.test_metrics import answer, group
 
 LETTERS = "tests.support.scoring:Letters"
@@ -31,10 +27,9 @@ SUMS = [
 
 
 def test_answers_are_scored_by_a_rule_and_failures_are_told(rows, tmp_path, capsys):
-    out, figures = tmp_path / "scores.jsonl", tmp_path / "figures.json"
-    command = ["score", rows("sums.jsonl", SUMS), "--verifier", "math", "-o", str(out), "--summary", str(figures)]
-    assert main(command) == 1  # an answer has no score
-    printed, err = capsys.readouterr()
+    out, figures = tmp_path / "scores" / "scores.jsonl", tmp_path / "figures" / "figures.json"  # they are made
+    command = ["score", rows("sums.jsonl", SUMS), "--verifier", "math", "-o", out, "--summary", figures]
+    printed, err = call(capsys, *command, code=1)  # an answer has no score
     assert "sums.jsonl:3: there is no answer" in err
     lines = read(out)
     assert [{key: line[key] for key in SUMS[0]} for line in lines] == SUMS
@@ -54,20 +49,19 @@ def test_texts_and_several_rows_of_one_prompt_are_answers_too(rows, capsys):
     question = [{"role": "user", "content": "1+1"}]
     lines = [{"messages": question, "truth": {"value": "2"}, "said": rf"\boxed{{{n}}}"} for n in (2, 3)]
     command = ["score", rows("a.jsonl", lines), "--verifier", "math", "--answer-key", "said"]
-    assert main([*command, "--truth-key", "truth.value"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = figures(capsys, *command, "--truth-key", "truth.value")
     assert "prompts 1 answers 2" in out and "pass@2 1.0" in out
     command = ["score", rows("b.jsonl", [{"said": ["no tag"]}]), "--verifier", "format", "--answer-key", "said"]
-    assert main([*command, "--no-truth", "score=3", "pattern=no.*"]) == 0
-    assert "score 3.0" in " ".join(capsys.readouterr().out.split())
+    assert "score 3.0" in figures(capsys, *command, "--no-truth", "score=3", "pattern=no.*")
 
 
-def test_a_runs_episodes_are_scored_with_their_reference_answers(tmp_path, capsys):
-    episodes = [answer(text=rf"\boxed{{{n}}}", ground_truth="7") for n in (7, 8)]
-    path = tmp_path / "eval-00003.jsonl"
-    path.write_text("".join(to_json(trajectory_record(episode)) + "\n" for episode in episodes))
-    assert main(["score", str(path), "--verifier", "math"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+def figures(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    return " ".join(call(capsys, *words)[0].split())
+
+
+def test_a_runs_episodes_are_scored_with_their_reference_answers(rows, capsys):
+    episodes = [trajectory_record(answer(text=rf"\boxed{{{n}}}", ground_truth="7")) for n in (7, 8)]
+    out = figures(capsys, "score", rows("eval-00003.jsonl", episodes), "--verifier", "math")
     assert "prompts 1 answers 2 failed 0 score 0.5000" in out
 
 
@@ -83,58 +77,50 @@ def test_the_rewards_of_a_configuration_score_by_tag(rows, tmp_path, capsys):
     tagged = [{**line, "tag": "sum"} for line in SUMS[:2]]
     words = [{"tag": "word", "solution": order, "answers": ["word"]} for order in ("", "raise", "hang")]
     out = tmp_path / "out.jsonl"
-    assert main(["score", rows("a.jsonl", [*tagged, *words]), *config, "-o", str(out)]) == 1
+    call(capsys, "score", rows("a.jsonl", [*tagged, *words]), *config, "-o", out, code=1)
     lines = read(out)
     parts = {"math/score": 1.0, "format/score": 1.0}
     assert lines[0]["scores"][1] == {"score": 1.5, "correct": True, "answer": "2", "parts": parts}
     assert lines[2]["scores"][0]["parts"] == {"Letters/score": sum(map(ord, "word")) % 64 / 64, "Letters/letters": 4.0}
     assert "ArithmeticError" in lines[3]["scores"][0]["error"] and "took longer" in lines[4]["scores"][0]["error"]
-    assert main(["score", rows("b.jsonl", tagged), *config, "rewards.sums.verifiers.1.weight=5", "-o", str(out)]) == 0
+    call(capsys, "score", rows("b.jsonl", tagged), *config, "rewards.sums.verifiers.1.weight=5", "-o", out)
     assert read(out)[0]["scores"][1]["score"] == 6.0
-    capsys.readouterr()
-    assert main(["score", rows("c.jsonl", SUMS), *config]) == 2
-    assert "tag None, expected one of sum, word" in capsys.readouterr().err
+    assert "tag None, expected one of sum, word" in refused(capsys, "score", rows("c.jsonl", SUMS), *config)
 
 
 def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys):
     file = rows("a.jsonl", [{"answers": ["x"]}, {"solution": 1}, {"solution": 1, "answers": [3]}])
-    assert main(["score", file, "--verifier", "math"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    told = refused(capsys, "score", file, "--verifier", "math")
     assert "3 problems" in told and "--no-truth" in told and "--answer-key" in told and "'3', expected a text" in told
     wrong = "{a: {tag_included: [a], verifiers: [{name: maths}], retry: 3}, b: 3}"
     (tmp_path / "bad.yaml").write_text(f"rewards: {wrong}\n")
-    assert main(["score", file, "--config", str(tmp_path / "bad.yaml")]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    told = refused(capsys, "score", file, "--config", tmp_path / "bad.yaml")
     assert "did you mean retries?" in told and "rewards.b" in told
     (tmp_path / "none.yaml").write_text("seed: 3\n")
-    assert main(["score", file, "--config", str(tmp_path / "none.yaml")]) == 2
-    assert "domains with verifiers" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["score", file])
-    assert main(["score", rows("empty.jsonl", []), "--verifier", "math"]) == 2
+    assert "domains with verifiers" in refused(capsys, "score", file, "--config", tmp_path / "none.yaml")
+    refused(capsys, "score", file)
+    refused(capsys, "score", rows("empty.jsonl", []), "--verifier", "math")
 
 
 def test_references_that_no_answer_can_equal_are_told(rows, capsys):
     wrong = [{**SUMS[0], "id": number, "solution": "about six"} for number in range(9)]
     path = rows("sums.jsonl", [SUMS[0], *wrong])
-    main(["score", path, "--verifier", "gsm8k"])
-    told = [line for line in capsys.readouterr().err.splitlines() if "no answer can be right" in line or "more" in line]
+    _, err = call(capsys, "score", path, "--verifier", "gsm8k", code=1)
+    told = [line for line in err.splitlines() if "no answer can be right" in line or "more" in line]
     assert told[0].startswith(f"no answer can be right: {path}:2: rewards.gsm8k.verifiers.0 (gsm8k): ")
     assert "… and 6 more rows to which no answer can be right" in told
 
 
 def test_scores_and_figures_take_the_place_of_no_other_file(rows, capsys, tmp_path):
     file = rows("a.jsonl", SUMS)
-    assert main(["score", file, "--verifier", "math", "-o", file]) == 2
-    assert "--output: got" in capsys.readouterr().err and read(file) == SUMS
-    file, out = rows("a.jsonl", SUMS), tmp_path / "scores.jsonl"
-    command = ["score", file, "--verifier", "math", "-o", str(out), "--summary"]
-    for path, why in ((file, "a file of answers"), (str(out), "that of --output"), (str(tmp_path), "a folder")):
-        assert main([*command, path]) == 2
-        assert f"--summary: got {path}, {why}, expected another file" in capsys.readouterr().err
+    command = ["score", file, "--verifier", "math", "-o"]
+    assert "--output: got" in refused(capsys, *command, file)
+    out = tmp_path / "scores.jsonl"
+    for path, why in ((file, "a file of answers"), (out, "that of --output"), (tmp_path, "a folder")):
+        told = refused(capsys, *command, out, "--summary", path)
+        assert f"--summary: got {path}, {why}, expected another file" in told
     assert read(file) == SUMS and not out.exists()
-    assert main(["score", file, "--verifier", "math", "-o", ""]) == 2
-    assert "--output: got ., a folder" in capsys.readouterr().err
+    assert "--output: got ., a folder" in refused(capsys, *command, "")
 
 
 def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys):
@@ -142,16 +128,9 @@ def test_figures_that_cannot_be_written_are_printed(rows, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("roll.pipeline.commands.scoring.write_atomic", full)
-    assert main(["score", rows("a.jsonl", SUMS[:2]), "--verifier", "math", "--summary", "figures.json"]) == 2
-    printed, err = capsys.readouterr()
+    command = ["score", rows("a.jsonl", SUMS[:2]), "--verifier", "math", "--summary", "figures.json"]
+    printed, err = call(capsys, *command, code=2)
     assert "prompts         2" in printed and err == "roll score: [Errno 28] No space left on device\n"
-
-
-@pytest.mark.parametrize("count", ["0", "-1"])
-def test_rules_need_a_process(rows, capsys, count):
-    with pytest.raises(SystemExit, match="2"):
-        main(["score", rows("a.jsonl", SUMS), "--verifier", "math", "--processes", count])
-    assert f"score: --processes: got {count}, expected at least 1" in capsys.readouterr().err
 
 
 def test_scores_that_are_not_all_there_leave_no_file(tmp_path):
@@ -160,13 +139,6 @@ def test_scores_that_are_not_all_there_leave_no_file(tmp_path):
         file.write("{}")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-
-
-def test_figures_and_scores_go_into_folders_that_are_made(rows, tmp_path):
-    out, figures = tmp_path / "new" / "scores.jsonl", tmp_path / "other" / "figures.json"
-    command = ["score", rows("a.jsonl", SUMS[:2]), "--verifier", "math", "-o", str(out), "--summary", str(figures)]
-    assert main(command) == 0
-    assert len(read(out)) == 2 and json.loads(figures.read_text())["prompts"] == 2
 
 
 @pytest.mark.parametrize(
@@ -178,12 +150,11 @@ def test_figures_and_scores_go_into_folders_that_are_made(rows, tmp_path):
 )
 def test_a_model_that_cannot_score_is_told_without_a_traceback(rows, model, capsys, verifier, reason):
     words = [word.format(model=model) for word in verifier]
-    assert main(["score", rows("a.jsonl", SUMS[:1]), "--verifier", *words]) == 2
-    assert reason in capsys.readouterr().err
+    assert reason in refused(capsys, "score", rows("a.jsonl", SUMS[:1]), "--verifier", *words)
 
 
 def test_figures_are_those_of_a_runs_evaluation():
-    groups: list[RolloutGroup] = [
+    groups = [
         group(answer(0.25, True, "1"), answer(0.5, False, "2"), answer(1.0, True, "1"), answer(0.0, False, None)),
         group(answer(0.0, False, "1"), answer(0.75, False, "2"), answer(0.0, True, "3"), answer(0.1, True, "3")),
     ]
@@ -196,18 +167,6 @@ def test_figures_are_those_of_a_runs_evaluation():
     assert {f"x/{name}": value for name, value in found.items() if "@" in name} == pytest.approx(expected)
     assert found["accuracy"] == pytest.approx(expected["x/mean@4"]) and "x/worst@2" in expected
 
-
-def test_rules_load_neither_ray_nor_torch(rows):
-    code = (
-        "import sys; from roll.__main__ import main; code = main(sys.argv[1:]);"
-        "bad = {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(repr(bad) if bad else code)"
-    )
-    command = [sys.executable, "-c", code, "score", rows("a.jsonl", SUMS[:2]), "--config", "rlvr_math"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-Scores = Callable[..., list[dict[str, Any]]]
 
 MINE = """
 import asyncio, time
@@ -242,7 +201,7 @@ VERIFIERS.register("from_mine", f"{__file__}:Backwards")
 
 
 @pytest.fixture
-def scores(rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scores:
+def scores(rows, tmp_path, monkeypatch, capsys) -> Callable[..., list[dict[str, Any]]]:
     """``scores(verifiers, *answers, rewards keys, top=…)`` are those of ``roll score`` with a file that says so."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.setattr(VERIFIERS, "_entries", dict(VERIFIERS._entries))
@@ -252,23 +211,20 @@ def scores(rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scor
     def score(verifiers: str, *answers: str, keys: str = "", top: str = "", code: int = 0) -> list[dict[str, Any]]:
         Path("run.yaml").write_text(f"{top}\nrewards:\n  a: {{tag_included: [a], {keys} verifiers: {verifiers}}}\n")
         asked = [{"tag": "a", "level": 2, "solution": "ba", "answers": list(answers)}]
-        command = ["score", rows("answers.jsonl", asked), "--config", "./run.yaml", "-o", "scores.jsonl"]
-        assert main(command) == code
+        call(capsys, "score", rows("answers.jsonl", asked), "--config", "./run.yaml", "-o", "scores.jsonl", code=code)
         return read("scores.jsonl")[0]["scores"]
 
     return score
 
 
 def test_a_function_in_a_file_with_arguments_a_score_that_is_enough_and_more_to_tell(scores):
-    own = "[{name: custom, args: {path: 'mine.py:plain'}}]"
-    (found,) = scores(own, "ab")
+    (found,) = scores("[{name: custom, args: {path: 'mine.py:plain'}}]", "ab")
     assert (found["score"], found["correct"]) == (2.0, True)
+    assert found["parts"] == {"custom/score": 2.0, "custom/level": 2.0}
+    assert found["notes"] == {"custom/why": "a is 2 long"}
     more = "[{name: custom, weight: 3, args: {path: 'mine.py:plain', kwargs: {unit: 0.25}, success_score: 0.6}}]"
     (found,) = scores(more, "ab")
     assert (found["score"], found["correct"]) == (3 * 0.25 * 2, False)
-    (found,) = scores("[{name: custom, args: {path: 'mine.py:plain'}}]", "ab")
-    assert found["parts"] == {"custom/score": 2.0, "custom/level": 2.0}
-    assert found["notes"] == {"custom/why": "a is 2 long"}
 
 
 @pytest.mark.parametrize(("size", "together"), [(2, {1.0, 2.0}), (3, {3.0})])
@@ -284,10 +240,10 @@ def test_functions_that_take_too_long_fail_or_have_the_score_for_it(scores):
     limits = "timeout: 0.3, retries: 0,"
     good, late = scores(awaited, "ab", "slow", keys=limits, code=1)
     assert good["score"] == 1.0 and "longer than 0.3 s" in late["error"]
-    good, late = scores(awaited, "ab", "slow", keys=f"{limits} timeout_score: -0.5,")
+    limits += " timeout_score: -0.5,"
+    good, late = scores(awaited, "ab", "slow", keys=limits)
     assert (good["score"], late["score"], late["correct"]) == (1.0, -0.5, False)
-    keys = "timeout: 0.3, retries: 0, timeout_score: -0.5,"
-    good, late = scores("[{name: custom, args: {path: 'mine.py:plain'}}]", "ab", "slow", keys=keys)
+    good, late = scores(awaited.replace("awaited", "plain"), "ab", "slow", keys=limits)
     assert (good["score"], late["score"], late["parts"]["custom/timeout"]) == (2.0, -0.5, 1.0)
 
 

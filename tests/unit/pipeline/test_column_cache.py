@@ -1,6 +1,9 @@
-"""Columns that are kept on disk: computed once, and only for what they were made for."""
+"""Columns that are kept on disk, as the reference's log-probs: computed once, and only for what they were made for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from roll.data.batch import Batch
+from roll.models.scoring import TokenScores
 from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, read_cached, weight_files
+from roll.pipeline.offline.dpo import ReferenceScores, cross
 
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
 
@@ -87,3 +92,64 @@ def test_their_names_say_what_they_depend_on(tmp_path):
     assert len(first) == 1 and weight_files(tmp_path) != first
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     assert len(weight_files(tmp_path)) == 2, "PyTorch's own format holds weights too"
+
+
+@dataclass
+class Scorer:
+    """Scores by a constant, and counts how often it is asked."""
+
+    value: float
+    asked: int = 0
+
+    def submit_logprobs(self, batch: Batch) -> Callable[[], TokenScores]:
+        self.asked += 1
+        return lambda: TokenScores(logprobs_T=torch.full((batch.num_tokens,), self.value))
+
+
+def scored(kept: Path, model: str, dtype: str, **roles: Any) -> float:
+    names: Any = SimpleNamespace(**{"reference": None, "actor": None, **roles})
+    batch = ReferenceScores(names, model, dtype, kept).ahead(BATCH)
+    return float(batch.ref_logprobs_T[0])
+
+
+def test_what_is_kept_is_taken_by_who_scores_in_the_same_number_format(tmp_path):
+    scorers = {"fp32": Scorer(-1.0), "bf16": Scorer(-2.0)}
+    asked = ["fp32", "bf16", "fp32"]
+    found = [scored(tmp_path / "kept", str(tmp_path), dtype, actor=scorers[dtype]) for dtype in asked]
+    assert found == [-1.0, -2.0, -1.0]
+    assert [scorer.asked for scorer in scorers.values()] == [1, 1]
+
+
+def test_what_is_kept_of_one_model_is_not_taken_for_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    scorers = {path: Scorer(-number) for number, path in enumerate(("org/one", "org/two", "~/one", "~/two"), 1)}
+    found = [scored(tmp_path / "kept", path, "bf16", reference=scorers[path]) for path in [*scorers, *scorers]]
+    assert found == [-1.0, -2.0, -3.0, -4.0] * 2
+    assert [scorer.asked for scorer in scorers.values()] == [1, 1, 1, 1]
+
+
+def crossed(rows: list[tuple[list[int], list[int]]], max_tokens: int = 9) -> list[tuple[list[int], list[bool]]]:
+    lengths = torch.tensor([len(question) + len(answer) for question, answer in rows])
+    tokens = torch.tensor([token for question, answer in rows for token in (*question, *answer)])
+    mask = torch.tensor([said for question, answer in rows for said in [False] * len(question) + [True] * len(answer)])
+    found = cross(Batch(lengths, tokens, mask), max_tokens)
+    sizes = found.lengths_B.tolist()
+    pairs = zip(found.tokens_T.split(sizes), found.loss_mask_T.split(sizes), strict=True)
+    return [(ids.tolist(), said.tolist()) for ids, said in pairs]
+
+
+def test_a_question_gets_the_next_answer_to_another_one_cut_at_the_end(caplog):
+    rows = [([1], [10, 11]), ([2, 2], [20]), ([2, 2], [21]), ([3], [30, 31, 32]), ([1], [12])]
+    found = crossed(rows)
+    assert [ids for ids, _ in found] == [[1, 20], [2, 2, 30, 31, 32], [2, 2, 30, 31, 32], [3, 12], [1, 20]]
+    assert found[1][1] == [False, False, True, True, True]
+    assert crossed([([1, 1], [10]), ([2], [20, 21])], max_tokens=3) == [
+        ([1, 1, 20], [False, False, True]),
+        ([2, 10], [False, True]),
+    ]
+    assert not caplog.records
+    assert all(ids[0] == 1 and len(ids) == 2 for ids, _ in crossed([([1], [10]), ([1], [11])]))
+    assert "got 2 responses to one question, expected several questions" in caplog.text
