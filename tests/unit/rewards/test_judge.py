@@ -300,32 +300,21 @@ def test_a_connection_that_breaks_is_tried_again():
 
 
 def test_no_more_than_max_concurrency_requests_are_in_flight_and_waiting_for_a_slot_does_not_count():
-    reply = says("Score: 5")
-    reply.delay = 0.15
-    with serving(reply) as server:
+    with serving(replace(says("Score: 5"), delay=0.15)) as server:
         verdicts = score_all(server.url, [SAMPLE] * 12, max_concurrency=3)
     assert len(verdicts) == 12 and server.most_in_flight == 3
-    reply = says("Score: 5")
-    reply.delay = 0.3
-    with serving(reply) as server:
+    with serving(replace(says("Score: 5"), delay=0.3)) as server:
         verdicts = score_all(server.url, [SAMPLE] * 6, max_concurrency=1, request_timeout=1.5, max_attempts=1)
     assert len(verdicts) == 6
 
 
-def test_a_cancelled_call_frees_its_slot():
-    slow = says("Score: 5")
-    slow.delay = 0.3
-
-    async def run(url: str) -> RewardResult:
-        verifier = JudgeVerifier(make_config(url, max_concurrency=1))
+async def test_a_cancelled_call_frees_its_slot():
+    with serving(replace(says("Score: 5"), delay=0.3), says("Score: 5")) as server:
+        verifier = JudgeVerifier(make_config(server.url, max_concurrency=1))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(verifier.score(SAMPLE), 0.1)
-        verdict = await asyncio.wait_for(verifier.score(SAMPLE), 5)
+        assert (await asyncio.wait_for(verifier.score(SAMPLE), 5)).score == 0.5
         await verifier.close()
-        return verdict
-
-    with serving(slow, says("Score: 5")) as server:
-        assert asyncio.run(run(server.url)).score == 0.5
 
 
 def test_the_key_is_sent_and_shown_nowhere(key, caplog):
