@@ -2,7 +2,9 @@
 
 from typing import Any
 
-SYSTEM = {"role": "system", "content": "Be brief."}
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
@@ -12,3 +14,6 @@ def user(content: Any, **more: Any) -> dict[str, Any]:
 def says(content: Any, **more: Any) -> dict[str, Any]:
     """What the assistant says."""
     return {"role": "assistant", "content": content, **more}
+
+
+SYSTEM = system("Be brief.")
