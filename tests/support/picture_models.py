@@ -1,5 +1,6 @@
 """Tiny random models that see pictures, each a folder with a tokenizer, a chat template and a picture processor."""
 
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -161,6 +162,12 @@ FAMILIES: dict[str, Family] = {
         mark="[IMG]",
     ),
 }
+
+
+def png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def make_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:

@@ -5,7 +5,6 @@ The oracle knows nothing of the renderer: it renders the conversation up to each
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,17 +15,10 @@ from roll.data.renderer import ChatRenderer, Message
 from roll.data.template_check import LeftOut
 from roll.data.templates import ChatTemplate
 from tests.support.chat_families import ADD_CALL, ADD_RESULT, ADD_TOOL, FAMILIES, MARKS, family_tokenizer
+from tests.support.talks import SYSTEM, says
+from tests.support.talks import user as asks
 
-SYSTEM = {"role": "system", "content": "Be brief."}
 TOOLS, CALL, RESULT = [ADD_TOOL], ADD_CALL, ADD_RESULT
-
-
-def asks(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def says(text: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
 
 
 def thinks(number: int, *, beside: bool) -> Message:
@@ -68,17 +60,13 @@ def variables(name: str) -> dict[str, bool]:
 
 def for_template(name: str, messages: Sequence[Message]) -> list[Message]:
     """The conversation as the family's template wants it, by what its authors document."""
-    made = []
-    for message in messages:
-        fresh = dict(message)
-        if name == "gpt_oss" and "reasoning_content" in fresh:
-            fresh["thinking"] = fresh.pop("reasoning_content")
-        made.append(fresh)
-    return made
+    if name != "gpt_oss":
+        return list(messages)
+    return [{{"reasoning_content": "thinking"}.get(key, key): message[key] for key in message} for message in messages]
 
 
 def rendered(name: str, messages: Sequence[Message], *, opens: bool, tools: bool) -> list[int]:
-    ids: Any = family_tokenizer(family_of(name)).apply_chat_template(
+    return family_tokenizer(family_of(name)).apply_chat_template(
         for_template(name, messages),
         tools=TOOLS if tools else None,
         add_generation_prompt=opens,
@@ -86,7 +74,6 @@ def rendered(name: str, messages: Sequence[Message], *, opens: bool, tools: bool
         return_dict=False,
         **variables(name),
     )
-    return list(ids)
 
 
 def turns(name: str, messages: Sequence[Message], tools: bool) -> Iterator[tuple[list[int], list[int], int]]:
@@ -124,13 +111,9 @@ def test_what_is_learned_is_what_the_template_writes_behind_the_prompt(name, cas
             with pytest.raises(TemplateError, match=r"alternate|System role|No user query"):
                 renderer.rows(messages)
         return
-    opened = (
-        "<think>"
-        if name == THINKING
-        else "<think>\n"
-        if "<think>" in renderer.opening and "</think>" not in renderer.opening
-        else None
-    )
+    opened = None
+    if "<think>" in renderer.opening and "</think>" not in renderer.opening:
+        opened = "<think>" if name == THINKING else "<think>\n"
     expected = list(turns(name, messages, tools))
     made = renderer.rows(messages, tools=TOOLS if tools else None)
     spans = []
@@ -148,9 +131,8 @@ def test_what_is_learned_is_what_the_template_writes_behind_the_prompt(name, cas
             answer = answer.removeprefix(opened)
             assert text.rpartition("</think>")[2].lstrip() == answer.rpartition("</think>")[2].lstrip()
             continue
-        if (
-            name in ("mistral_nemo", "mistral_v0_3") and case == "several turns"
-        ):  # writes the system message before the last question
+        if name in ("mistral_nemo", "mistral_v0_3") and case == "several turns":
+            # They write the system message before the last question.
             assert ids[:start] == prompt and whole[-(stop - start) :] == ids[start:stop]
             continue
         assert ids[:stop] == whole
@@ -220,11 +202,11 @@ EXPECTED = {
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_template_leaves_out_is_told(name):
     """Reasoning of answers that are trained on, and of earlier ones; where an answer lacks it, so does what follows."""
-    left_out, found = LeftOut(renderer_of(name)), set[str]()
-    for case in ("inline reasoning", "reasoning beside"):
-        for what in left_out.of(CASES[case], (1, 3), None):
-            if what.startswith("the chat template drops "):
-                found.add(what.removeprefix("the chat template drops "))
+    left_out, drops = LeftOut(renderer_of(name)), "the chat template drops "
+    told = [
+        what for case in ("inline reasoning", "reasoning beside") for what in left_out.of(CASES[case], (1, 3), None)
+    ]
+    found = {what.removeprefix(drops) for what in told if what.startswith(drops)}
     short = {
         what.replace(" of answers that are trained on", "").replace(" of messages before an answer", " before")
         for what in found
@@ -252,9 +234,7 @@ def test_other_parts_that_are_left_out_are_told(family, messages, told):
 
 
 def test_a_template_without_a_place_for_systems_or_tools_says_so():
-    forgets = (
-        "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    )
+    forgets = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     renderer = ChatRenderer(family_tokenizer("qwen2_5"), forgets)
     found = LeftOut(renderer).of([SYSTEM, asks("?"), says("a")], [2], None)
     assert found == ("the chat template drops the system message of messages before an answer",)
@@ -280,14 +260,12 @@ def test_a_developer_speaks_as_the_system_where_the_template_has_no_such_role():
     for family in ("qwen2_5", "gpt_oss"):
         renderer = renderer_of(family)
         developer, system = (
-            renderer.rows([{"role": role, "content": "Be brief."}, asks("?"), says("a")])[0][0].tolist()
+            renderer.rows([{**SYSTEM, "role": role}, asks("?"), says("a")])[0][0].tolist()
             for role in ("developer", "system")
         )
         assert developer == system
     own = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}{# developer #}"
-    text = ChatRenderer(family_tokenizer("qwen2_5"), own).text(
-        [{"role": "developer", "content": "x"}], open_assistant=False
-    )
+    text = ChatRenderer(family_tokenizer("qwen2_5"), own).text([{**SYSTEM, "role": "developer"}], open_assistant=False)
     assert text.startswith("<|im_start|>developer")
 
 
@@ -303,8 +281,7 @@ def test_white_space_before_the_mark_is_the_templates():
     renderer = ChatRenderer(tokenizer, LLAMA2)
     messages = [asks("a"), says("left"), asks("b"), says("right")]
     ((ids, mask),) = renderer.rows(messages)
-    whole: Any = tokenizer.apply_chat_template(messages, chat_template=LLAMA2, tokenize=True, return_dict=False)
-    assert ids.tolist() == list(whole)
+    assert ids.tolist() == tokenizer.apply_chat_template(messages, chat_template=LLAMA2, return_dict=False)
     assert tokenizer.decode(ids[mask]) == " left </s> right </s>"
     said = np.asarray(tokenizer.encode(" left </s>", add_special_tokens=False))
     grown = np.concatenate([renderer.prompt(messages[:1]), said, renderer.continuation(messages[2:3], said)])
@@ -318,5 +295,5 @@ def test_a_part_of_a_conversation_alone_can_be_learned_of_messages_as_they_are_r
     assert renderer.tokenizer.decode(ids[mask]) == "right<|im_end|>"
     assert renderer.tokenizer.decode(ids).endswith("right<|im_end|>")  # nothing behind it is of use
     heard = read_messages([{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}], "talk")
-    made = renderer_of("qwen2_5").rows([one.message for one in heard])
-    assert made[0][0].tolist() == renderer_of("qwen2_5").rows([asks("?"), says("a")])[0][0].tolist()
+    made = renderer.rows([one.message for one in heard])
+    assert made[0][0].tolist() == renderer.rows([asks("?"), says("a")])[0][0].tolist()

@@ -1,7 +1,6 @@
 """Rows with pictures: columns, marks and parts in every form; what is wrong, by file, line and column."""
 
 import base64
-import io
 import json
 import pickle
 import threading
@@ -11,9 +10,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
+import pyarrow
 import pytest
-from PIL import Image
-from transformers import AutoTokenizer
+from pyarrow import parquet
 
 from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns
@@ -22,64 +21,65 @@ from roll.data.columns import Item
 from roll.data.conversations import encode_talk, load_conversations
 from roll.data.files import DataError
 from roll.data.identity import items_along
-from roll.data.pictures import Pictures
 from roll.data.preferences import load_preferences
 from roll.data.prompts import check_prompts, load_prompts
 from roll.data.reading import Reading
 from roll.data.renderer import ChatRenderer, items_of
 from roll.data.row_pictures import read_sources, with_items
 from roll.data.tool_messages import text_of
-from tests.support.picture_models import make_processor
+from tests.support.lines import write_lines
+from tests.support.picture_models import png
+from tests.support.talks import says, user
 
 
-def png(number, height=28, width=28):
-    file = io.BytesIO()
-    Image.fromarray(np.full((height, width, 3), number, np.uint8)).save(file, "PNG")
-    return file.getvalue()
+def even(number, height=28, width=28):
+    return png(np.full((height, width, 3), number, np.uint8))
 
 
-ONE, TWO = png(1), png(2, 56, 84)
+ONE, TWO = even(1), even(2, 56, 84)
 URI = "data:image/png;base64," + base64.b64encode(ONE).decode()
-TALK = [{"role": "user", "content": "<image> and <image>?"}]
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    folder = make_processor(tmp_path_factory.mktemp("processor"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ChatRenderer(tokenizer, pictures=Pictures(folder, tokenizer=tokenizer))
+BASE64 = URI.partition(",")[2]
+SOURCE = {"type": "base64", "media_type": "image/png", "data": BASE64}
 
 
 def write(folder, *rows, name="rows.jsonl"):
     (folder / "sub").mkdir(exist_ok=True)
     (folder / "one.png").write_bytes(ONE)
     (folder / "sub/two.png").write_bytes(TWO)
-    path = folder / name
-    if name.endswith("jsonl"):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist([*rows]), path)
-    return path
+    if name.endswith("parquet"):
+        parquet.write_table(pyarrow.Table.from_pylist([*rows]), folder / name)
+        return folder / name
+    return write_lines(folder / name, rows)
 
 
-def load(path, renderer, **keys):
-    length = keys.pop("prompt_length", 500) if renderer else None
-    options = {"refused": keys.pop("refused", {}), "prompt_length": length}
+def arguments(path, **keys):
     talks = {} if "prompt" in keys else {"messages": "messages"}
-    args = DataArguments(file_name=str(path), response=None, default_tag="t", shuffle=False, **talks, **keys)
-    return load_prompts(args, renderer=renderer, allowed_tags=None, seed=0, **options)
+    return DataArguments(file_name=str(path), response=None, default_tag="t", shuffle=False, **talks, **keys)
+
+
+def load(path, renderer, refused=None, prompt_length=500, tag_renderers=None, **keys):
+    return load_prompts(
+        arguments(path, **keys),
+        renderer=renderer,
+        prompt_length=prompt_length if renderer else None,
+        allowed_tags=None,
+        seed=0,
+        refused=refused or {},
+        tag_renderers=tag_renderers,
+    )
 
 
 def row(content="<image>?", images=None, **more):
-    talk = content if isinstance(content, list) and "role" in content[0] else [{"role": "user", "content": content}]
+    talk = content if isinstance(content, list) and "role" in content[0] else [user(content)]
     return {"messages": talk, **({} if images is None else {"images": images}), **more}
 
 
+def text(words):
+    return {"type": "text", "text": words}
+
+
 def part(**keys):
-    return [{"type": "text", "text": "see "}, keys]
+    return [text("see "), keys]
 
 
 @pytest.mark.parametrize(
@@ -89,30 +89,20 @@ def part(**keys):
         (row("<image><image>", ["one.png", "sub/two.png"]), "<image><image>", [(28, 28), (56, 84)]),
         (row("<image><image>", ["sub/two.png", "sub/../one.png"]), "<image><image>", [(56, 84), (28, 28)]),
         (row("<image>", [URI]), "<image>", [(28, 28)]),
-        (row("<image>", URI.partition(",")[2]), "<image>", [(28, 28)]),
+        (row("<image>", BASE64), "<image>", [(28, 28)]),
         (row("<image>", json.dumps(["one.png"])), "<image>", [(28, 28)]),
         (row("<image>", {"path": "one.png"}), "<image>", [(28, 28)]),
         (row("no mark", ["one.png"]), "<image>no mark", [(28, 28)]),
-        (row([{"type": "image"}, {"type": "text", "text": "?"}], ["one.png"]), "<image>?", [(28, 28)]),
+        (row([{"type": "image"}, text("?")], ["one.png"]), "<image>?", [(28, 28)]),
         (row(part(type="image", image="one.png")), "see <image>", [(28, 28)]),
         (row(part(type="image", path="one.png")), "see <image>", [(28, 28)]),
         (row(part(type="image_url", image_url={"url": URI})), "see <image>", [(28, 28)]),
         (row(part(type="input_image", image_url=URI)), "see <image>", [(28, 28)]),
-        (
-            row(
-                part(type="image", source={"type": "base64", "media_type": "image/png", "data": URI.partition(",")[2]})
-            ),
-            "see <image>",
-            [(28, 28)],
-        ),
+        (row(part(type="image", source=SOURCE)), "see <image>", [(28, 28)]),
         (row("a literal <image> is text"), "a literal <image> is text", []),
         (row("<image>", []), "<image>", []),
         (row("<image>", None), "<image>", []),
-        (
-            row([*part(type="image", image="one.png"), {"type": "text", "text": "<image>"}]),
-            "see <image><image>",
-            [(28, 28)],
-        ),
+        (row([*part(type="image", image="one.png"), text("<image>")]), "see <image><image>", [(28, 28)]),
     ],
 )
 def test_forms_of_pictures(renderer, tmp_path, given, words, sizes):
@@ -167,9 +157,7 @@ def test_pictures_at_addresses_are_fetched_once(renderer, tmp_path, web):
     shown = [f"{web}/one?token=secret", f"{web}/moved", f"{web}/two", f"{web}/busy", "one.png"]
     path = write(tmp_path, *(row(images=[url]) for url in shown), row(part(type="image_url", image_url=f"{web}/two")))
     keys = {"image_urls": ["127.0.0.1"]}
-    head = Reading(
-        DataArguments(file_name=str(path), messages="messages", response=None, default_tag="t", **keys), 0, 9
-    )
+    head = Reading(arguments(path, **keys), 0, 9)
     assert check_prompts(head, None, renderer)[0].total() == 6 and not Web.asked, "a check asks nobody"
     prompts = load(path, renderer, **keys)
     assert sorted(Web.asked) == ["/busy", "/busy", "/moved", "/one", "/one?token=secret", "/two"]
@@ -229,7 +217,7 @@ def test_parquet_of_the_datasets_library(renderer, tmp_path):
     first, second = load(write(tmp_path, *rows, name="rows.parquet"), renderer, prompt="prompt", image="pictures")
     shapes = [item.data.shape for item in items_of(with_items(first.messages, renderer.pictures))]
     assert shapes == [(28, 28, 3), (56, 84, 3)] and not second.has_pictures
-    changed = [rows[0] | {"pictures": [{"bytes": ONE, "path": None}, {"bytes": png(3, 56, 84), "path": "x"}]}, rows[1]]
+    changed = [rows[0] | {"pictures": [{"bytes": ONE, "path": None}, {"bytes": even(3, 56, 84), "path": "x"}]}, rows[1]]
     write(tmp_path, *changed, name="others.parquet")
     write(tmp_path, *rows, name="same.parquet")
     names = ("rows.parquet", "same.parquet", "others.parquet")
@@ -241,7 +229,7 @@ def test_parquet_of_the_datasets_library(renderer, tmp_path):
 
 def test_a_picture_counts_as_many_tokens_as_it_has(renderer, tmp_path):
     path = write(tmp_path, row("<image>", ["sub/two.png"]), row("<image>", ["one.png"]))
-    longest = len(renderer.prompt([{"role": "user", "content": ""}])) + 2 + 6
+    longest = len(renderer.prompt([user("")])) + 2 + 6
     assert load(path, renderer).report.longest == longest
     assert len(load(path, renderer, prompt_length=longest - 1, prompt_overflow="drop")) == 1
     with pytest.raises(DataError, match=rf"rows.jsonl:1: {longest} tokens.*not cut"):
@@ -263,7 +251,7 @@ def test_a_picture_counts_as_many_tokens_as_it_has(renderer, tmp_path):
         (row(part(type="image", image="nothing.png")), r"messages\[0\].content\[1\].image: .*no such file"),
         (row(part(type="video", video="a.mp4")), r"messages\[0\].content\[1\].video: 'a.mp4'|no such file"),
         (row(part(type="input_audio", input_audio={})), "sound is not supported"),
-        (row([{"role": "assistant", "content": part(type="image", image="one.png")}]), "not supported here"),
+        (row([says(part(type="image", image="one.png"))]), "not supported here"),
         (row("<image>", None, image="one.png"), "data_args.image: image"),
     ],
 )
@@ -272,9 +260,8 @@ def test_what_is_wrong_is_told_by_file_line_and_column(renderer, tmp_path, given
     path = write(tmp_path, row("fine"), given)
     with pytest.raises(DataError, match=rf"(?s)1 problem.*rows.jsonl:2: .*(?:{reason})"):
         load(path, renderer)
-    args = DataArguments(file_name=str(path), messages="messages", response=None, default_tag="t")
     with pytest.raises(DataError, match=rf"rows.jsonl:2: .*(?:{reason})"):
-        check_prompts(Reading(args, 0, head=10), None, renderer)
+        check_prompts(Reading(arguments(path), 0, head=10), None, renderer)
 
 
 def test_rows_that_must_have_no_pictures(renderer, tmp_path):
@@ -284,20 +271,13 @@ def test_rows_that_must_have_no_pictures(renderer, tmp_path):
     with pytest.raises(DataError, match=r"rows.jsonl:1: 1 pictures, but the model has no processor"):
         load(path, ChatRenderer(renderer.tokenizer))
     first, _ = load(path, ChatRenderer(renderer.tokenizer), image=None)
-    assert first.messages == ({"role": "user", "content": "<image>"},)
+    assert first.messages == (user("<image>"),)
     with pytest.raises(DataError, match="tag_templates"):
-        load_prompts(
-            DataArguments(file_name=str(path), messages="messages", response=None, default_tag="t"),
-            renderer=renderer,
-            prompt_length=None,
-            allowed_tags=None,
-            seed=0,
-            tag_renderers={"t": renderer},
-        )
+        load(path, renderer, prompt_length=None, tag_renderers={"t": renderer})
 
 
 def talk(question, answer="yes"):
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [user(question), says(answer)]
 
 
 def load_talks(path, renderer, overflow="error", max_tokens=200):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jinja2 import TemplateError
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 from transformers.models.pixtral import image_processing_pil_pixtral
 
@@ -21,16 +21,7 @@ from roll.data.identity import items_along, vocabulary_ids
 from roll.data.pictures import PictureError, Pictures, Reach
 from roll.data.renderer import ChatRenderer, items_of
 from tests.support.picture_models import FAMILIES, IMAGE, make_processor, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_processor(tmp_path_factory.mktemp("processor"))
-
-
-@pytest.fixture(scope="module")
-def pictures(folder):
-    return Pictures.of(folder)
+from tests.support.talks import says, user
 
 
 def noise(height, width, channels=3):
@@ -57,7 +48,7 @@ def test_ids_and_numbers_are_those_of_the_models_processor(tmp_path, family):
         del originals[:2]
     items, images = [pictures.item(pixels) for pixels in originals], [[Image.fromarray(each)] for each in originals]
     renderer = ChatRenderer(make_tokenizer(family), pictures=pictures)
-    asked = [[{"role": "user", "content": [{"type": "image", "image": item}]}] for item in items]
+    asked = [[asks(item)] for item in items]
     ids = [renderer.prompt(messages) for messages in asked]
     text = [renderer._try(messages) for messages in asked]
     found, expected = pictures.inputs(items), oracle(text=text, images=images, return_tensors="np", padding=True)
@@ -179,10 +170,7 @@ WHOLE = encoded(Image.fromarray(noise(56, 84)))
         (b"hello", "no picture"),
         (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
         (b"\0\0\0\x20ftypheic", "heic"),
-        (frames("GIF"), "4 frames"),
-        (frames("PNG"), "4 frames"),
-        (frames("WEBP"), "4 frames"),
-        (frames("TIFF"), "4 frames"),
+        *((frames(kind), "4 frames") for kind in ("GIF", "PNG", "WEBP", "TIFF")),
         (bomb(), "pixels"),
         (noise(1, 400), "aspect ratio"),
         (noise(56, 84).astype(np.float32), "float32"),
@@ -211,11 +199,8 @@ def test_what_cannot_be_used_is_refused_with_place_and_reason(pictures, tmp_path
         pictures.item(source, "rows.jsonl:3", Reach(inside))
     if reason == "outside" and source == "link.png":
         assert pictures.item(source, reach=Reach(inside, outside=True)).data.size
-
-
-def test_a_text_is_a_path_only_where_a_folder_is_given(pictures):
-    with pytest.raises(PictureError, match="no folder"):
-        pictures.item("a.png")
+        with pytest.raises(PictureError, match="no folder"):
+            pictures.item(source)  # a text is a path only where a folder is given
 
 
 def test_bounds_on_pixels(folder):
@@ -250,22 +235,12 @@ def test_content_ids_are_kept_no_longer_than_their_picture(folder):
 # --- in conversations
 
 
-@pytest.fixture(scope="module")
-def renderer(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ChatRenderer(tokenizer, pictures=Pictures(folder, tokenizer=tokenizer))
-
-
-def asks(*parts, role="user"):
+def asks(*parts):
     """A message of texts and pictures."""
     shown = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
-    return {"role": role, "content": shown}
-
-
-def says(text):
-    return {"role": "assistant", "content": text}
+    return user(shown)
 
 
 @pytest.mark.parametrize("template", ["native", "tests/support/chat_templates/qwen3_5.jinja"])
@@ -282,8 +257,7 @@ def test_a_conversation_has_the_ids_of_the_models_processor(renderer, template):
     assert vocabulary_ids(ids).tolist() == whole["input_ids"][0]
     assert [item for _, item in items_along(ids, items_of(messages))] == [small, tall, tiny] == [*items_of(messages)]
     assert (renderer.prompts([messages, messages[:1], messages[2:3]])[0] == ids).all()
-    plain = [{"role": "user", "content": "no picture"}]
-    assert (renderer.prompt([asks("no ", "picture")]) == renderer.prompt(plain)).all()
+    assert (renderer.prompt([asks("no ", "picture")]) == renderer.prompt([user("no picture")])).all()
 
 
 def test_a_mark_in_somebodys_words_stays_text(renderer):
@@ -293,7 +267,7 @@ def test_a_mark_in_somebodys_words_stays_text(renderer):
     assert f"{IMAGE}<image>" in renderer.tokenizer.decode(vocabulary_ids(ids))
 
 
-def test_a_later_turn_with_a_picture_continues_what_was_sampled(renderer):
+def test_a_later_turn_with_a_picture_continues_what_was_sampled_and_words_alone_are_learned(renderer):
     first, second = (renderer.pictures.item(noise(*size)) for size in ((56, 84), (28, 28)))
     messages = [asks(first, "where?"), says("left"), asks("and ", second, " now?")]
     prompt = renderer.prompt(messages[:1])
@@ -302,11 +276,7 @@ def test_a_later_turn_with_a_picture_continues_what_was_sampled(renderer):
     assert (grown == renderer.prompt(messages)).all()
     result = [{"role": "tool", "content": asks(second, "seen")["content"], "tool_call_id": "call00000"}]
     assert (renderer.continuation(result, sampled) < 0).sum() == 1
-
-
-def test_rows_to_imitate_learn_words_alone(renderer):
-    first, second = (renderer.pictures.item(noise(*size)) for size in ((56, 84), (28, 28)))
-    messages = [asks(first, "where?"), says("left"), asks("and ", second, "?"), says("up")]
+    messages.append(says("up"))
     ((ids, mask),) = renderer.rows(messages)
     assert (ids == renderer.history(messages)[: len(ids)]).all()
     assert renderer.tokenizer.decode(ids[mask]) == "left<|im_end|>up<|im_end|>"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -33,39 +34,28 @@ from roll.pipeline.teachers import TeacherPrompts
 from roll.preflight.templates import policy_renderer
 from roll.utils.registry import UnknownNameError
 from tests.support.examples import examples
+from tests.support.lines import write_lines
+from tests.support.talks import says, system, user
 
 RENDERER = ChatRenderer(make_tokenizer())
-USER = [{"role": "user", "content": "2*3="}]
-ASKED = [{"role": "user", "content": "1+1="}]
+USER = [user("2*3=")]
+ASKED = user("1+1=")
+THINK = system("Think.")
+OPTIONS: dict[str, Any] = {"renderer": None, "prompt_length": None, "allowed_tags": None, "seed": 0}
 
 
-def load(
-    path: Path | None = None,
-    *,
-    renderer: ChatRenderer | None = None,
-    prompt_length: int | None = None,
-    allowed_tags: set[str] | None = None,
-    seed: int = 0,
-    **args: Any,
-) -> PromptDataset:
+def load(path: Path | list[str] | None = None, **args: Any) -> PromptDataset:
+    """With arguments of the data, and of the call where they are among ``OPTIONS``."""
+    options = {name: args.pop(name, usual) for name, usual in OPTIONS.items()}
     if "messages" not in args:
         args.setdefault("prompt", "prompt")
-    file_name = None if path is None else str(path)
-    return load_prompts(
-        DataArguments(file_name=file_name, **args),
-        renderer=renderer,
-        prompt_length=prompt_length,
-        allowed_tags=allowed_tags,
-        seed=seed,
-    )
+    return load_prompts(DataArguments(file_name=str(path) if isinstance(path, Path) else path, **args), **options)
 
 
 def dataset(folder: Path, *rows: Mapping[str, Any], **columns: Any) -> Path:
     """JSON lines of ``rows``, each with ``columns`` and what every row needs."""
-    path = folder / "data.jsonl"
     defaults = {"prompt": "1+1=", "solution": "2", "tag": "math"}
-    path.write_text("".join(json.dumps({**defaults, **columns, **row}) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(folder / "data.jsonl", [{**defaults, **columns, **row} for row in rows])
 
 
 def reasons(path: Path, **args: Any) -> list[str]:
@@ -79,7 +69,7 @@ def test_rows_become_a_sequence_of_prompts(tmp_path):
     path = dataset(tmp_path, {"id": "x", "level": 3, "sources": ["a"]}, {"id": 7, "solution": {"any": [1.5, None]}})
     first, second = load(path)
     assert (first.id, first.tag, first.ground_truth, first.prompt_ids) == ("x", "math", "2", None)
-    assert first.messages == ({"role": "user", "content": "1+1="},)
+    assert first.messages == (ASKED,)
     assert first.extra_info == {"level": 3, "sources": ["a"]}
     assert second.id == "7" and second.ground_truth == {"any": [1.5, None]}
     assert pickle.loads(pickle.dumps(first)) == first
@@ -101,29 +91,24 @@ def test_columns_have_other_names_and_rows_without_id_are_named_by_their_place(t
 
 
 def test_conversations_and_the_system_prompt(tmp_path):
-    system = {"role": "system", "content": "Be brief."}
-    long = [system, *USER, {"role": "assistant", "content": "6"}, {"role": "user", "content": "Sure?", "name": None}]
+    long = [system("Be brief."), *USER, says("6"), user("Sure?", name=None)]
     path = dataset(tmp_path, {"messages": USER}, {"messages": long}, {"messages": json.dumps(USER)})
     prompts = load(path, messages="messages", system_prompt="Think.")
-    think = {"role": "system", "content": "Think."}
-    assert prompts[0].messages == prompts[2].messages == (think, *USER)
-    assert prompts[1].messages == (system, *USER, long[2], {"role": "user", "content": "Sure?"})
+    assert prompts[0].messages == prompts[2].messages == (THINK, *USER)
+    assert prompts[1].messages == (*long[:3], user("Sure?"))
     assert load(path, messages="messages")[0].messages == tuple(USER)
-    assert load(path, system_prompt="Think.")[0].messages == (think, {"role": "user", "content": "1+1="})
+    assert load(path, system_prompt="Think.")[0].messages == (THINK, ASKED)
 
 
 def test_a_row_has_a_system_message_and_a_matter_of_its_own(tmp_path):
     rows = [{"s": "Add.", "question": "Sum up:", "input": "1 2"}, {"s": None, "question": "Greet.", "input": " "}]
     prompts = load(dataset(tmp_path, *rows), prompt="question", system="s", query="input", system_prompt="Think.")
-    assert [[message["content"] for message in prompt.messages] for prompt in prompts] == [
-        ["Add.", "Sum up:\n1 2"],
-        ["Think.", "Greet."],
+    assert [prompt.messages for prompt in prompts] == [
+        (system("Add."), user("Sum up:\n1 2")),
+        (THINK, user("Greet.")),
     ]
-    assert [prompt.messages[0]["role"] for prompt in prompts] == ["system", "system"]
     assert prompts[0].extra_info == {"prompt": "1+1="}
-    path = dataset(
-        tmp_path, {"s": "Add.", "messages": [{"role": "system", "content": "No."}, *USER]}, {"messages": USER}
-    )
+    path = dataset(tmp_path, {"s": "Add.", "messages": [THINK, *USER]}, {"messages": USER})
     twice, missing = reasons(path, messages="messages", system="s")
     assert twice == "1: column 's': a system message, but column 'messages' begins with one"
     assert missing.startswith("2: ") and "'s'" in missing
@@ -134,7 +119,7 @@ def test_rows_as_verl_writes_them(tmp_path):
     rows = [
         {
             "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"{n}+1="}],
+            "prompt": [user(f"{n}+1=")],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
             "extra_info": {"index": n, "split": "train"},
@@ -146,14 +131,13 @@ def test_rows_as_verl_writes_them(tmp_path):
     columns = {"response": "reward_model.ground_truth", "tag": "data_source"}
     prompts = load(path, messages="prompt", **columns)
     assert [p.ground_truth for p in prompts] == ["1", "2", "3"]
-    assert prompts[2].messages == ({"role": "user", "content": "2+1="},)
+    assert prompts[2].messages == (user("2+1="),)
     assert prompts[2].tag == "openai/gsm8k" and prompts[2].id == f"{path}:3"
     others = {"ability": "math", "reward_model": rows[2]["reward_model"]}
     assert prompts[2].extra_info == others | {"index": 2, "split": "train"}
-    by_index = load(path, messages="prompt", id="extra_info.index", **columns)
+    by_index = load(path, id="extra_info.index", **columns)
     assert [p.id for p in by_index] == ["0", "1", "2"]
-    named = load(path, id="extra_info.index", **columns)
-    assert [p.messages for p in named] == [p.messages for p in by_index]
+    assert [p.messages for p in prompts] == [p.messages for p in by_index]
 
 
 def test_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path):
@@ -172,9 +156,6 @@ def test_a_missing_tag_is_the_default_one(tmp_path):
     ]
 
 
-LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
-
-
 @pytest.mark.parametrize(
     ("row", "args", "reason"),
     [
@@ -191,34 +172,27 @@ LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
         ({"m": [{"value": "x"}]}, {"messages": "m"}, "m[0]: no role, got 'value'"),
         ({"m": [{"role": "user"}]}, {"messages": "m"}, "m[0]: no content, got 'role'"),
         ({"m": [{"role": ["user"], "content": "x"}]}, {"messages": "m"}, "m[0].role: ['user'], expected one of"),
+        ({"m": [user([{"type": "text"}])]}, {"messages": "m"}, "m[0].content[0].text: null, expected"),
+        ({"m": [*USER, user("")]}, {"messages": "m"}, "m[1].content: empty, expected a question"),
         (
-            {"m": [{**USER[0], "content": [{"type": "text"}]}]},
+            {"m": [*USER, says("6")]},
             {"messages": "m"},
-            "m[0].content[0].text: null, expected",
+            "m[1]: the last message is the assistant's, expected the user's",
         ),
-        (
-            {"m": [*USER, {"role": "user", "content": ""}]},
-            {"messages": "m"},
-            "m[1].content: empty, expected a question",
-        ),
-        ({"m": LAST_WORD}, {"messages": "m"}, "m[1]: the last message is the assistant's, expected the user's"),
         ({"m": [{**USER[0], "tool_calls": [1]}]}, {"messages": "m"}, "m[0].tool_calls[0]: 1, expected an object with"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path, row, args, reason):
-    fine = {column: USER for column in ("m",) if column in row}
-    path = dataset(tmp_path, fine, row)
-    problems = reasons(path, **args)
-    assert problems[-1].startswith(f"2: {reason}")
+    path = dataset(tmp_path, {"m": USER} if "m" in row else {}, row)
+    assert reasons(path, **args)[-1].startswith(f"2: {reason}")
 
 
 def test_all_problems_of_all_files_come_together(tmp_path):
     one = dataset(tmp_path, {}, {"prompt": ""})
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "x"\n{"prompt": "x", "solution": 1, "tag": "arts"}\n')
-    args = DataArguments(file_name=[str(one), str(other), str(tmp_path / "none.jsonl")], prompt="prompt")
     with pytest.raises(DataError) as raised:
-        load_prompts(args, renderer=None, prompt_length=None, allowed_tags={"math"}, seed=0)
+        load([str(one), str(other), str(tmp_path / "none.jsonl")], allowed_tags={"math"})
     assert [problem.removeprefix(f"{tmp_path}/").split(" ")[0] for problem in raised.value.problems] == [
         "none.jsonl:",  # files are looked for before any is read
         "data.jsonl:2:",
@@ -250,7 +224,7 @@ def test_a_dataset_without_prompts_is_an_error(tmp_path):
     path = dataset(tmp_path, {"source": "a"}, {"source": "a"})
     assert reasons(path, dataset_filter={"source": "b"}) == [" dataset_filter removed all 2 rows"]
     assert reasons(path, renderer=RENDERER, prompt_length=3, prompt_overflow="drop") == [
-        f"no prompts: all 2 have more than prompt_length = 3 tokens, the longest {len(RENDERER.prompt(ASKED))}"
+        f"no prompts: all 2 have more than prompt_length = 3 tokens, the longest {len(RENDERER.prompt([ASKED]))}"
     ]
 
 
@@ -293,7 +267,7 @@ def test_num_samples_takes_the_first_or_draws_by_the_seed(tmp_path):
 
 def long_and_short(tmp_path: Path) -> tuple[Path, list[list[int]]]:
     rows = [{"id": n, "prompt": "x" * n} for n in (5, 40, 10, 60)]
-    whole = [RENDERER.prompt([{"role": "user", "content": row["prompt"]}]).tolist() for row in rows]
+    whole = [RENDERER.prompt([user(row["prompt"])]).tolist() for row in rows]
     return dataset(tmp_path, *rows), whole
 
 
@@ -339,8 +313,7 @@ def test_prompts_that_are_too_long_are_left_out(tmp_path, caplog):
 def test_lengths_count_the_system_prompt_and_need_no_limit(tmp_path):
     path = dataset(tmp_path, {})
     short, long = (load(path, renderer=RENDERER, system_prompt=system).report.longest for system in (None, "Think."))
-    assert short == len(RENDERER.prompt([{"role": "user", "content": "1+1="}]))
-    assert long is not None and short is not None and long > short
+    assert short == len(RENDERER.prompt([ASKED])) < long
     assert load(path).report.longest is None
 
 
@@ -451,10 +424,10 @@ def test_rules_of_the_filter_and_of_the_columns():
         ({"file_name": "x.jsonl"}, "data_args.prompt: got null"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_prompts(DataArguments(**args), renderer=None, prompt_length=None, allowed_tags=None, seed=0)
+            load_prompts(DataArguments(**args), **OPTIONS)
 
 
-MESSAGES = ({"role": "system", "content": "S"}, {"role": "user", "content": "3+4="})
+MESSAGES = (system("S"), user("3+4="))
 
 
 def row(name: str = "a", **columns: object) -> Prompt:
@@ -480,10 +453,8 @@ def test_long_columns_lose_their_end():
         kept = said[-1]["content"].removeprefix("3+4=7|")
         count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
         assert text.startswith(kept) and len(tokenizer(kept)["input_ids"]) == min(most, count)
-    cut = TeacherPrompts("{solution}", RENDERER, column_length=3).messages(
-        row(solution="ab\N{GREEK SMALL LETTER ALPHA}")
-    )
-    assert cut[-1]["content"] in ("ab", "ab\N{GREEK SMALL LETTER ALPHA}"), "no part of a character"
+    cut = TeacherPrompts("{solution}", RENDERER, column_length=3).messages(row(solution="abα"))
+    assert cut[-1]["content"] in ("ab", "abα"), "no part of a character"
 
 
 def test_everything_wrong_with_the_rows_is_told():
@@ -505,8 +476,7 @@ def test_everything_wrong_with_the_rows_is_told():
 
 def prompts(**sizes: int) -> list[Prompt]:
     """Prompts ``a0, a1 … b0 …`` of the tags ``a, b …``."""
-    messages = ({"role": "user", "content": "?"},)
-    return [Prompt(f"{tag}{index}", tag, messages) for tag, size in sizes.items() for index in range(size)]
+    return [Prompt(f"{tag}{index}", tag, (user("?"),)) for tag, size in sizes.items() for index in range(size)]
 
 
 def ids(sampler: PromptSampler, draws: range) -> list[str]:
@@ -558,8 +528,7 @@ def test_within_a_domain_nothing_repeats_before_all_of_it_was_seen(seed, sizes, 
 def test_without_shuffling_the_order_is_that_of_the_dataset():
     dataset = prompts(a=2, b=3)
     assert ids(PromptSampler(dataset, 0, shuffle=False), range(12)) == ["a0", "a1", "b0", "b1", "b2"] * 2 + ["a0", "a1"]
-    mixed = PromptSampler(dataset, 0, False, {"a": 0.5, "b": 0.5})
-    drawn = [mixed[n].id for n in range(100)]
+    drawn = ids(PromptSampler(dataset, 0, False, {"a": 0.5, "b": 0.5}), range(100))
     assert [name for name in drawn if name[0] == "b"][:7] == ["b0", "b1", "b2", "b0", "b1", "b2", "b0"]
 
 
@@ -626,28 +595,32 @@ def test_a_far_position_is_reached_directly_and_there_is_none_before_the_first_o
         sampler[-1]
 
 
+def responses(folder: Path, rows: list[dict[str, Any]], problems: Problems | None = None) -> list[Any]:
+    """What is read of a file with ``rows``, whose problems are raised unless they are kept."""
+    kept = problems or Problems()
+    file = write_lines(folder / "said.jsonl", rows)
+    found = list(read_responses([str(file)], AnswerColumns(), kept, without="scores"))
+    if problems is None:
+        kept.raise_any()
+    return found
+
+
 def test_an_episodes_question_is_the_whole_conversation(tmp_path):
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    messages = [system("Add."), user("1+1")]
     turns = [{"observation": "1+1", "text": "2"}, {"observation": "Sure?", "text": "Yes"}]
     info = {"ground_truth": "2", "conversation": json.dumps(messages)}
-    file, problems = tmp_path / "eval-00001.jsonl", Problems()
-    file.write_text(json.dumps({"turns": turns, "info": info, "group_id": 0, "tag": "sums"}) + "\n")
-    (found,) = read_responses([str(file)], AnswerColumns(), problems, without="scores")
-    problems.raise_any()
-    said = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
-    assert list(found.messages) == [*messages, *said] and found.prompt == "Sure?"
+    (found,) = responses(tmp_path, [{"turns": turns, "info": info, "group_id": 0, "tag": "sums"}])
+    assert list(found.messages) == [*messages, says("2"), user("Sure?")] and found.prompt == "Sure?"
 
 
 def test_what_is_wrong_with_a_row_of_somebody_elses_is_told_with_its_place(tmp_path):
-    file, problems = tmp_path / "answers.jsonl", Problems()
-    turns = [{"observation": "1+1", "text": "2"}]
+    problems, turns = Problems(), [{"observation": "1+1", "text": "2"}]
     rows = [
         {"prompt": "1+1", "solution": "2", "answers": [{"text": "2", "num_tokens": "many"}]},
         {"turns": turns, "info": {"conversation": "[{"}, "group_id": 0, "tag": "sums"},
         {"prompt": "1+1", "solution": "2", "answers": [{"text": "2", "num_tokens": 3.0}]},
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = read_responses([str(file)], AnswerColumns(), problems, without="scores")
+    (found,) = responses(tmp_path, rows, problems)
     assert found.answers == (Answer("2", 3),)
     with pytest.raises(DataError, match=r"jsonl:1: .*num_tokens.*'many'.*\n.*jsonl:2: info.conversation.*JSON"):
         problems.raise_any()
@@ -663,31 +636,30 @@ def generate(folder: Path, **args: Any) -> None:
     (folder / "train.jsonl").write_text("made")
 
 
-def rows(tag: str, count: int) -> str:
-    lines = ({"id": f"{tag}{n}", "tag": tag, "prompt": f"{n}?", "solution": n} for n in range(count))
-    return "".join(json.dumps(line) + "\n" for line in lines)
+def rows(tag: str, count: int) -> list[dict[str, Any]]:
+    return [{"id": f"{tag}{n}", "tag": tag, "prompt": f"{n}?", "solution": n} for n in range(count)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("model") / "tiny"
+    path = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(path, seed=1)
     return str(path)
 
 
 def config(model: str, tmp_path: Path, **data: Any) -> RLVRConfig:
-    (tmp_path / "train.jsonl").write_text(rows("a", 3) + rows("b", 2))
-    (tmp_path / "val.jsonl").write_text(rows("a", 1))
+    write_lines(tmp_path / "train.jsonl", rows("a", 3) + rows("b", 2))
+    write_lines(tmp_path / "val.jsonl", rows("a", 1))
     files = {name: {"file_name": str(tmp_path / f"{name}.jsonl"), "prompt": "prompt"} for name in ("train", "val")}
-    verifiers = [{"name": "format"}]
+    domains = {"one": ["a"], "two": ["b"]} if "domain_interleave_probs" in data else {"one": ["a", "b"]}
     return RLVRConfig.model_validate(
         {
             "pretrain": model,
             "adv_estimator": "grpo",
             "output_dir": str(tmp_path / "output"),
-            "rewards": {"one": {"tag_included": ["a", "b"], "verifiers": verifiers}}
-            if "domain_interleave_probs" not in data
-            else {name: {"tag_included": [tag], "verifiers": verifiers} for name, tag in (("one", "a"), ("two", "b"))},
+            "rewards": {
+                name: {"tag_included": tags, "verifiers": [{"name": "format"}]} for name, tags in domains.items()
+            },
             "actor_train": {"data_args": files["train"] | data},
             "validation": {"data_args": files["val"]},
         }
@@ -697,7 +669,7 @@ def config(model: str, tmp_path: Path, **data: Any) -> RLVRConfig:
 def test_datasets_are_read_and_told_of_in_a_line_each(model, tmp_path):
     run = config(model, tmp_path)
     datasets = load_datasets(run, policy_renderer(run))
-    assert datasets.train is not None and len(datasets.train) == 5
+    assert len(datasets.train) == 5
     train, val = datasets.describe()
     assert train.startswith("training data: 5 prompts (a 3, b 2): 5 rows read")
     assert val.startswith("held-out data: 1 prompts (a 1)")
@@ -712,19 +684,19 @@ def test_held_out_prompts_have_a_bound_of_their_own(model, tmp_path):
     with pytest.raises(DataError, match="more than prompt_length = 1 tokens"):
         load_datasets(run.model_copy(update=short), renderer)
     datasets = load_datasets(run.model_copy(update={**short, "val_prompt_length": 64, "eval_only": True}), renderer)
-    assert datasets.val is not None and len(datasets.val) == 1
+    assert len(datasets.val) == 1
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"file_name": "no-such.jsonl"}, "no-such.jsonl: no such file or folder"),
-    ({"prompt": "question"}, "train.jsonl:1: "),
-    ({"dataset_cls": "roll.nowhere:Data", "file_name": None}, "roll.nowhere"),
-    ({"domain_interleave_probs": {"one": 1.0}}, "domain_interleave_probs: got no share for 'two' (2 prompts)"),
-    ({"template": "{{ no such"}, "template"),
-]
-
-
-@pytest.mark.parametrize(("data", "message"), WRONG, ids=[" ".join(data) for data, _ in WRONG])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"file_name": "no-such.jsonl"}, "no-such.jsonl: no such file or folder"),
+        ({"prompt": "question"}, "train.jsonl:1: "),
+        ({"dataset_cls": "roll.nowhere:Data", "file_name": None}, "roll.nowhere"),
+        ({"domain_interleave_probs": {"one": 1.0}}, "domain_interleave_probs: got no share for 'two' (2 prompts)"),
+        ({"template": "{{ no such"}, "template"),
+    ],
+)
 def test_wrong_data_is_exit_code_2_before_anything_starts(model, tmp_path, capsys, data, message):
     assert run_rlvr(config(model, tmp_path, **data)) == 2
     assert message in capsys.readouterr().err
@@ -752,46 +724,27 @@ def test_a_generator_that_refuses_its_arguments_is_exit_code_2(model, tmp_path, 
     assert "fail: got true, expected false" in capsys.readouterr().err
 
 
-class Rewards:
-    """A reward cluster, alive or not."""
-
-    def __init__(self, retries: list[int] | None) -> None:
-        self.retries = retries
-
-    def call(self, method: str) -> list[int]:
-        assert method == "take_retries"
-        if self.retries is None:
-            raise WorkerDiedError("reward_dead", 0, method, 3, "killed")
-        return self.retries
-
-
 def test_a_reward_worker_that_died_after_its_last_answer_does_not_end_the_step():
-    roles = PromptRolloutWorkers.__new__(PromptRolloutWorkers)
-    roles._rewards = {"alive": Rewards([2, 3]), "dead": Rewards(None)}  # type: ignore[dict-item]
+    roles, died = PromptRolloutWorkers.__new__(PromptRolloutWorkers), WorkerDiedError("dead", 0, "m", 3, "killed")
+    roles._rewards = {"alive": Mock(**{"call.return_value": [2, 3]}), "dead": Mock(**{"call.side_effect": died})}
     assert roles.take_retries() == {"reward/alive/retries": 5, "reward/dead/retries": 0}
+    roles._rewards["dead"].call.assert_called_once_with("take_retries")
 
 
 def test_answers_are_grouped_by_the_pictures_of_their_question(tmp_path):
-    file = tmp_path / "said.jsonl"
-    part = {"type": "image_url", "image_url": {"url": "data:,"}}
-    talk = [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]
-    lines: list[dict[str, Any]] = [{"prompt": "?", "images": [name]} for name in ("a.png", "a.png", "b.png")]
-    lines += [{"messages": talk}, {"messages": [{"role": "user", "content": "?"}], "images": "a.png"}]
-    file.write_text("".join(json.dumps(line | {"answers": "4", "solution": "4"}) + "\n" for line in lines))
-    found = list(read_responses([str(file)], AnswerColumns(), problems := Problems(), without="scores"))
-    problems.raise_any()
+    talk = [user([{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "?"}])]
+    rows: list[dict[str, Any]] = [{"prompt": "?", "images": [name]} for name in ("a.png", "a.png", "b.png")]
+    rows += [{"messages": talk}, {"messages": [user("?")], "images": "a.png"}]
+    found = responses(tmp_path, [row | {"answers": "4", "solution": "4"} for row in rows])
     assert [row.prompt for row in found] == ["<image>?"] * 4 + ["?"]
     assert found[0].group == found[1].group and len({row.group for row in found}) == 4
     assert all("images" not in row.extra for row in found)
 
 
 def test_answers_are_grouped_by_id_and_question_and_an_id_of_null_is_none(tmp_path):
-    file = tmp_path / "said.jsonl"
-    rows = [("a", "1+1="), ("a", "1+1="), ("a", "2+2="), ("b", "1+1="), (None, "1+1="), (None, "2+2="), (None, "2+2=")]
-    lines = [{"id": own, "prompt": asked, "answers": "4", "solution": "4"} for own, asked in rows]
-    lines += [{"id": own, "answers": "4", "solution": "4"} for own in ("a", "a", None, None)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = list(read_responses([str(file)], AnswerColumns(), problems := Problems(), without="scores"))
-    problems.raise_any()
+    asked = [("a", "1+1="), ("a", "1+1="), ("a", "2+2="), ("b", "1+1="), (None, "1+1="), (None, "2+2="), (None, "2+2=")]
+    rows = [{"id": own, "prompt": question} for own, question in asked]
+    rows += [{"id": own} for own in ("a", "a", None, None)]
+    found = responses(tmp_path, [row | {"answers": "4", "solution": "4"} for row in rows])
     numbers = {group: number for number, group in enumerate(dict.fromkeys(row.group for row in found))}
     assert [numbers[row.group] for row in found] == [0, 0, 1, 2, 3, 4, 4, 5, 5, 6, 7]

@@ -1,60 +1,27 @@
 """Conversations to token ids, against the tokenizer's own rendering of the whole conversation."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from roll.data.columns import IntArray
 from roll.data.renderer import _SENTINEL, ChatRenderer, Message, TooManyTokensError
 from roll.data.templates import TEMPLATES, ChatTemplate
 from roll.models.tiny import make_tokenizer
-from tests.support.chat_families import family_tokenizer
+from tests.support.chat_families import CORPUS, family_tokenizer
 from tests.support.examples import examples
-
-# ChatML with a system message of its own, as Qwen2.5 writes it.
-QWEN_LIKE = (
-    "{%- if messages[0].role != 'system' -%}{{ '<|im_start|>system\nBe helpful.<|im_end|>\n' }}{%- endif -%}"
-    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-)
-# A token at the very start, two line feeds after each header, no line feed after a turn, as Llama 3 writes it.
-LLAMA_LIKE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-CORPUS = ["the player walks left and right", "another answer is another move", "left left right answer player walks"]
-
-
-def merging_tokenizer(template: str, specials: list[str], eos: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with real merges, so that re-tokenising sampled ids can change them."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.train_from_iterator(
-        CORPUS * 4,
-        trainers.BpeTrainer(vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
-    )
-    core.add_special_tokens([AddedToken(text, special=True) for text in specials])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=specials[0], eos_token=eos)
-    tokenizer.chat_template = template
-    return tokenizer
-
+from tests.support.talks import SYSTEM, says, user
 
 TOKENIZERS = {
     "tiny": make_tokenizer(),
-    "qwen": merging_tokenizer(QWEN_LIKE, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>"),
-    "llama": merging_tokenizer(
-        LLAMA_LIKE, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"
-    ),
+    "qwen": family_tokenizer("qwen2_5"),
+    "llama": family_tokenizer("llama3"),
 }
+"""The latter two have real merges, so that re-tokenising sampled ids can change them."""
 
 
 def test_variables_reach_the_template_wherever_it_is_used():
@@ -62,7 +29,7 @@ def test_variables_reach_the_template_wherever_it_is_used():
         ChatRenderer(family_tokenizer("qwen3"), ChatTemplate("native", {"enable_thinking": value}))
         for value in (True, False)
     )
-    asked: list[Message] = [{"role": "user", "content": "left?"}]
+    asked = [user("left?")]
     plain = ChatRenderer(family_tokenizer("qwen3"))
     assert thinking.text(asked, open_assistant=True) == plain.text(asked, open_assistant=True)
     closed = "<think>\n\n</think>\n\n"
@@ -87,20 +54,18 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> IntArray:
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
 
 
-def whole(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
+def whole(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[int]:
     """The oracle: the whole conversation in one go, tokenised by transformers."""
-    conversation = [dict(message) for message in messages]
-    ids: Any = tokenizer.apply_chat_template(conversation, tokenize=True, add_generation_prompt=True, return_dict=False)
-    return list(ids)
+    return tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
 
 
 @FAMILIES
 @examples(30)
-@given(system=st.none() | sentences, user=sentences)
-def test_a_prompt_is_what_transformers_makes_of_it(family, system, user):
+@given(system=st.none() | sentences, question=sentences)
+def test_a_prompt_is_what_transformers_makes_of_it(family, system, question):
     tokenizer = TOKENIZERS[family]
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": user})
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append(user(question))
     assert ChatRenderer(tokenizer).prompt(messages).tolist() == whole(tokenizer, messages)
 
 
@@ -108,9 +73,7 @@ def test_a_prompt_is_what_transformers_makes_of_it(family, system, user):
 def test_many_prompts_are_what_they_are_one_by_one(family):
     tokenizer = TOKENIZERS[family]
     renderer = ChatRenderer(tokenizer)
-    conversations: list[list[Message]] = [
-        [{"role": "user", "content": text * 3}] for text in [*CORPUS, "", "Sokoban é"]
-    ]
+    conversations = [[user(text * 3)] for text in [*CORPUS, "", "Sokoban é"]]
     # What the tokenizer was last called with must not matter.
     tokenizer(["left right left"], truncation=True, max_length=3)
     many = renderer.prompts(conversations)
@@ -125,13 +88,13 @@ def test_a_grown_conversation_is_the_whole_one(family, turns, closed):
     """Whether the answers end with the end-of-turn token or were cut off before it."""
     tokenizer = TOKENIZERS[family]
     renderer = ChatRenderer(tokenizer)
-    messages: list[Message] = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Go."}]
+    messages = [{"role": "system", "content": "Play."}, user("Go.")]
     ids = renderer.prompt(messages)
     for answer, observation in turns:
         completion = encode(tokenizer, answer + (tokenizer.eos_token if closed else ""))
-        said: list[Message] = [{"role": "user", "content": observation}]
+        said = [user(observation)]
         ids = np.concatenate([ids, completion, renderer.continuation(said, completion)])
-        messages += [{"role": "assistant", "content": answer}, *said]
+        messages += [says(answer), *said]
     assert ids.tolist() == whole(tokenizer, messages)
 
 
@@ -139,11 +102,11 @@ def test_a_grown_conversation_is_the_whole_one(family, turns, closed):
 def test_several_messages_may_follow_an_answer(family):
     tokenizer = TOKENIZERS[family]
     renderer = ChatRenderer(tokenizer)
-    messages: list[Message] = [{"role": "user", "content": "a"}]
-    said: list[Message] = [{"role": "tool", "content": "42"}, {"role": "user", "content": "and now?"}]
+    messages = [user("a")]
+    said = [{"role": "tool", "content": "42"}, user("and now?")]
     completion = encode(tokenizer, "call" + tokenizer.eos_token)
     ids = [*renderer.prompt(messages), *completion, *renderer.continuation(said, completion)]
-    assert ids == whole(tokenizer, [*messages, {"role": "assistant", "content": "call"}, *said])
+    assert ids == whole(tokenizer, [*messages, says("call"), *said])
 
 
 def test_sampled_ids_stay_although_the_tokenizer_would_merge_them():
@@ -152,51 +115,40 @@ def test_sampled_ids_stay_although_the_tokenizer_would_merge_them():
     by_letter = np.concatenate([encode(tokenizer, letter) for letter in "another answer"])
     assert len(by_letter) > len(encode(tokenizer, "another answer"))
     sampled = by_letter.copy()
-    prompt = renderer.prompt([{"role": "user", "content": "a"}])
-    added = renderer.continuation([{"role": "user", "content": "b"}], sampled)
+    history = np.concatenate([renderer.prompt([user("a")]), sampled, renderer.continuation([user("b")], sampled)])
     assert (sampled == by_letter).all()
-    history = np.concatenate([prompt, sampled, added])
-    assert (history[len(prompt) : len(prompt) + len(sampled)] == by_letter).all()
     # The text is that of the whole conversation, only its tokens differ.
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "another answer"},
-        {"role": "user", "content": "b"},
-    ]
-    assert tokenizer.decode(history) == tokenizer.decode(whole(tokenizer, messages))
-    assert len(history) > len(whole(tokenizer, messages))
+    expected = whole(tokenizer, [user("a"), says("another answer"), user("b")])
+    assert tokenizer.decode(history) == tokenizer.decode(expected) and len(history) > len(expected)
 
 
 def test_nothing_sampled_is_closed_too_and_words_like_the_placeholder_are_ordinary_words():
-    renderer = ChatRenderer(TOKENIZERS["tiny"])
-    added = renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
-    assert str(TOKENIZERS["tiny"].decode(added)).startswith("<|im_end|>\n<|im_start|>user\n")
     tokenizer = TOKENIZERS["tiny"]
     renderer = ChatRenderer(tokenizer)
-    nasty = _SENTINEL
-    completion = encode(tokenizer, nasty + "!")
-    said: list[Message] = [{"role": "user", "content": nasty + "?"}]
+    added = renderer.continuation([user("b")], np.zeros(0, dtype=np.int64))
+    assert tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user\n")
+    completion, said = encode(tokenizer, _SENTINEL + "!"), [user(_SENTINEL + "?")]
     ids = [*renderer.prompt(said), *completion, *renderer.continuation(said, completion)]
-    assert ids == whole(tokenizer, [*said, {"role": "assistant", "content": nasty + "!"}, *said])
+    assert ids == whole(tokenizer, [*said, says(_SENTINEL + "!"), *said])
 
 
 def test_a_template_may_be_given_as_text_or_file(tmp_path):
     tokenizer = TOKENIZERS["qwen"]
-    messages = [{"role": "user", "content": "left or right"}]
+    messages = [user("left or right")]
     inline = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
     path = tmp_path / "plain.jinja"
     path.write_text(inline, encoding="utf-8")
     expected = tokenizer.encode("[user] left or right\n[assistant]", add_special_tokens=False)
     assert ChatRenderer(tokenizer, inline).prompt(messages).tolist() == expected
     assert ChatRenderer(tokenizer, str(path)).prompt(messages).tolist() == expected
-    assert tokenizer.chat_template == QWEN_LIKE  # the tokenizer is not changed
+    assert ChatRenderer(tokenizer).prompt(messages).tolist() == whole(tokenizer, messages)  # it is not changed
     bare = make_tokenizer()
     bare.chat_template = None
     assert bare.decode(ChatRenderer(bare, inline).prompt(messages)) == "[user] left or right\n[assistant]"
 
 
-ASKED: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}]
-TURNS: list[Message] = [*ASKED[1:], {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+ASKED = [SYSTEM, user(" 1+1? ")]
+TURNS = [*ASKED[1:], says("2"), user("Sure?")]
 CHATML_ASKED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n 1+1? <|im_end|>\n<|im_start|>assistant\n"
 CHATML_TURNS = (
     "<|im_start|>user\n 1+1? <|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
@@ -229,7 +181,7 @@ BEGINNINGS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_named_template_writes_exactly_this(name):
+def test_a_named_template_writes_exactly_this_and_a_conversation_can_grow_under_it(name):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     if name in BEGINNINGS:
@@ -237,16 +189,8 @@ def test_a_named_template_writes_exactly_this(name):
     renderer = ChatRenderer(tokenizer, name)
     for messages, text in zip((ASKED, TURNS), NAMED[name], strict=True):
         assert tokenizer.decode(renderer.prompt(messages)) == text
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_conversation_can_grow_under_a_named_template(name):
-    tokenizer = make_tokenizer()
-    if name in BEGINNINGS:
-        tokenizer.add_special_tokens({"bos_token": BEGINNINGS[name]})
-    renderer = ChatRenderer(tokenizer, name)
     # A system message of the conversation's own: where there is none, the family's own stands at the beginning.
-    messages: list[Message] = [ASKED[0], *TURNS]
+    messages = [ASKED[0], *TURNS]
     sampled = encode(tokenizer, "2")
     grown = np.concatenate([renderer.prompt(messages[:2]), sampled, renderer.continuation(messages[3:], sampled)])
     assert grown.tolist() == renderer.prompt(messages).tolist()
@@ -273,31 +217,26 @@ def test_a_missing_template_or_one_without_the_assistants_words_is_told_at_once(
         TOKENIZERS["tiny"], "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     )
     with pytest.raises(ValueError, match="drops the assistant's text"):
-        renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
+        renderer.continuation([user("b")], np.zeros(0, dtype=np.int64))
 
 
 def test_a_rendered_prompt_is_remembered_and_cannot_be_changed():
     renderer = ChatRenderer(TOKENIZERS["tiny"])
-    first, second = (renderer.prompt([{"role": "user", "content": "a"}]) for _ in range(2))
+    first, second = (renderer.prompt([user("a")]) for _ in range(2))
     assert first is second
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 0
 
 
-DIALOGUE = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "left"},
-    {"role": "assistant", "content": "another move"},
-    {"role": "user", "content": "right"},
-    {"role": "assistant", "content": "walks"},
-]
+DIALOGUE = [SYSTEM, user("left"), says("another move"), user("right"), says("walks")]
 # What the assistant says of DIALOGUE is in brackets.
 WITH_ANSWERS = {
-    "tiny": "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nleft<|im_end|>\n<|im_start|>assistant\n"
-    "[another move<|im_end|>]\n<|im_start|>user\nright<|im_end|>\n<|im_start|>assistant\n[walks<|im_end|>]",
-    "qwen": "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nleft<|im_end|>\n<|im_start|>assistant\n"
-    "[another move<|im_end|>]\n<|im_start|>user\nright<|im_end|>\n<|im_start|>assistant\n[walks<|im_end|>]",
-    "llama": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nbe brief<|eot_id|>"
+    **dict.fromkeys(
+        ("tiny", "qwen"),
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nleft<|im_end|>\n<|im_start|>assistant\n"
+        "[another move<|im_end|>]\n<|im_start|>user\nright<|im_end|>\n<|im_start|>assistant\n[walks<|im_end|>]",
+    ),
+    "llama": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nleft<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     "[another move<|eot_id|>]<|start_header_id|>user<|end_header_id|>\n\nright<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n[walks<|eot_id|>]",
@@ -324,9 +263,7 @@ def test_what_the_assistant_says_is_marked_and_nothing_else(family):
 def test_a_conversation_to_imitate_has_the_ids_of_one_that_was_sampled(family):
     renderer = ChatRenderer(TOKENIZERS[family])
     end = renderer.tokenizer.eos_token_id
-    first, second = (
-        np.append(renderer.tokenizer.encode(text, add_special_tokens=False), end) for text in ("another move", "walks")
-    )
+    first, second = (np.append(encode(renderer.tokenizer, text), end) for text in ("another move", "walks"))
     grown = [renderer.prompt(DIALOGUE[:2]), first, renderer.continuation(DIALOGUE[3:4], first), second]
     ids, mask = renderer.conversation(DIALOGUE)
     np.testing.assert_array_equal(ids, np.concatenate(grown))
@@ -338,8 +275,8 @@ def test_without_a_mark_in_the_template_an_answer_ends_with_the_end_of_the_seque
     renderer = ChatRenderer(TOKENIZERS["tiny"], "plain")
     rows = renderer.rows(DIALOGUE)
     assert [bracketed(renderer, *row) for row in rows] == [
-        "be briefleft[another move<|im_end|>]",
-        "be briefleftanother moveright[walks<|im_end|>]",
+        "Be brief.left[another move<|im_end|>]",
+        "Be brief.leftanother moveright[walks<|im_end|>]",
     ]
 
 
@@ -361,11 +298,11 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each():
 @pytest.mark.parametrize("said", ["left right ", "<|im_end|>"])
 def test_a_text_of_far_too_many_tokens_is_counted_as_far_as_it_takes(said):
     renderer = ChatRenderer(TOKENIZERS["qwen"])
-    messages: list[Message] = [{"role": "user", "content": said * 200_000}]
+    messages = [user(said * 200_000)]
     with pytest.raises(TooManyTokensError) as raised:
         renderer.prompt(messages, most=10_000)
     assert 15_000 < raised.value.count < 200_000
-    short: list[Message] = [{"role": "user", "content": said * 40}]
+    short = [user(said * 40)]
     ids = renderer.prompt(short).tolist()
     # Too long, but not by so much that the text need not be tokenised.
     assert ChatRenderer(TOKENIZERS["qwen"]).prompt(short, most=len(ids) - 1).tolist() == ids

@@ -21,6 +21,7 @@ from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.models.tiny import make_tokenizer
 from tests.support.chat_families import FAMILIES, family_tokenizer
 from tests.support.examples import examples
+from tests.support.talks import says, user
 
 EACH = pytest.mark.parametrize("family", FAMILIES)
 ADD = ToolSchema(
@@ -41,15 +42,20 @@ def controls(family: str) -> list[str]:
 def opening(family: str, text: str = "Be brief.") -> list[Message]:
     # Gemma 2 refuses a system message, and these two of Mistral's forget it once there is an answer.
     without = family in ("gemma2", "mistral_nemo", "mistral_v0_3")
-    system: list[Message] = [] if without else [{"role": "system", "content": text}]
-    return [*system, {"role": "user", "content": f"{text} What is 1+1?"}]
+    system = [] if without else [{"role": "system", "content": text}]
+    return [*system, user(f"{text} What is 1+1?")]
+
+
+def call(arguments: Any, name: str = "abcdef123") -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
 def called(text: str = "n", content: str | None = None) -> Message:
-    arguments = {"a": 1, "note": text}
-    function = {"name": "add", "arguments": arguments}
-    call = {"id": "abcdef123", "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
+    return says(content, tool_calls=[call({"a": 1, "note": text})])
+
+
+def encode(renderer: ChatRenderer, text: str) -> list[int]:
+    return renderer.tokenizer.encode(text, add_special_tokens=False)
 
 
 def result(text: str = "2") -> Message:
@@ -79,10 +85,10 @@ WAYS: dict[str, Callable[[ChatRenderer, str, str], IntArray]] = {
     "prompts": lambda r, f, text: np.concatenate(
         r.prompts([opening(f), opening(f, text), opening(f, "x"), opening(f, text)])
     ),
-    "continuation": lambda r, f, text: r.continuation([{"role": "user", "content": text}], NO_IDS),
+    "continuation": lambda r, f, text: r.continuation([user(text)], NO_IDS),
     "continuation with tools": lambda r, f, text: r.continuation([result(text)], NO_IDS, [schema(text)]),
     "conversation": lambda r, f, text: r.conversation(
-        [*opening(f, text), {"role": "assistant", "content": text}], last_only=True
+        [*opening(f, text), says(text)], last_only=True
     )[0],
 }  # fmt: skip
 
@@ -117,13 +123,12 @@ def test_nor_do_pieces_of_it_in_any_order(family, data):
 
 @EACH
 @examples(20)
-@given(user=st.text("ab \n{}%é", max_size=12))
-def test_without_control_texts_ids_are_those_of_the_tokenizer(family, user):
+@given(words=st.text("ab \n{}%é", max_size=12))
+def test_without_control_texts_ids_are_those_of_the_tokenizer(family, words):
     tokenizer = family_tokenizer(family)
-    messages = [{"role": "user", "content": f"x{user}x"}]
-    whole: Any = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert RENDERERS[family].prompt(messages).tolist() == list(whole)
-    assert RENDERERS[family].prompts([messages])[0].tolist() == list(whole)
+    messages = [user(f"x{words}x")]
+    whole = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert RENDERERS[family].prompt(messages).tolist() == RENDERERS[family].prompts([messages])[0].tolist() == whole
 
 
 @EACH
@@ -161,22 +166,13 @@ def test_a_turn_with_several_results_goes_on(family):
 
 
 @EACH
-def test_what_a_model_samples_in_its_dialect_is_read_back(family):
-    renderer = RENDERERS[family]
-    speaks = dialect(FAMILIES[family].dialect or "hermes")
-    turn = AssistantTurn("", (ToolCall("call00000", "add", {"a": 1, "note": "left and right"}),))
-    ids = renderer.tokenizer.encode(speaks.format(turn), add_special_tokens=False)
-    for end in ("", renderer.tokenizer.eos_token):
-        sampled = np.asarray([*ids, *renderer.tokenizer.encode(end, add_special_tokens=False)], dtype=np.int64)
-        assert speaks.parse(renderer.decode_raw(sampled), [ADD]) == turn
-
-
-@EACH
-def test_no_token_at_which_the_engine_stopped_gets_into_words_or_calls(family):
+def test_what_a_model_samples_in_its_dialect_is_read_back_without_the_token_at_which_the_engine_stopped(family):
     """The model's own files may have ends that its template does not know, as Llama's ``<|eom_id|>``."""
     renderer, speaks = RENDERERS[family], dialect(FAMILIES[family].dialect or "hermes")
-    turn = AssistantTurn("", (ToolCall("call00000", "add", {"a": 1, "note": "left"}),))
-    called, said = (renderer.tokenizer.encode(text, add_special_tokens=False) for text in (speaks.format(turn), "left"))
+    turn = AssistantTurn("", (ToolCall("call00000", "add", {"a": 1, "note": "left and right"}),))
+    called, said = (encode(renderer, text) for text in (speaks.format(turn), "left"))
+    for end in ([], encode(renderer, renderer.tokenizer.eos_token)):
+        assert speaks.parse(renderer.decode_raw(np.asarray([*called, *end])), [ADD]) == turn
     for end in renderer.tokenizer.convert_tokens_to_ids(FAMILIES[family].ends.split()):
         assert speaks.parse(renderer.decode_raw(np.asarray([*called, end]), stopped=True), [ADD]) == turn
         assert renderer.decode(np.asarray([*said, end])).strip() == "left"
@@ -186,20 +182,16 @@ def test_an_end_that_the_tokenizer_does_not_call_special_is_no_word_either():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken("<|done|>", special=False)])
     renderer = ChatRenderer(tokenizer, "{% for m in messages %}{{ m.content }}<|done|>{% endfor %}")
-    ids = tokenizer.encode("<|done|>left<|done|>", add_special_tokens=False)
-    assert renderer.decode(np.asarray(ids)) == "<|done|>left"
+    assert renderer.decode(np.asarray(encode(renderer, "<|done|>left<|done|>"))) == "<|done|>left"
 
 
-def test_a_template_for_questions_alone_ends_as_the_tokenizer_does():
+def test_a_template_for_questions_alone_ends_as_the_tokenizer_does_and_rows_that_pad_an_embedding_have_no_text():
     only = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_exception('no') }}{% endfor %}"
     renderer = ChatRenderer(family_tokenizer("qwen2_5"), only)
-    ids = renderer.tokenizer.encode("left<|im_end|>", add_special_tokens=False)
+    ids = encode(renderer, "left<|im_end|>")
     assert renderer.stops == {ids[-1]} and renderer.decode(np.asarray(ids)) == "left"
-
-
-def test_rows_that_pad_an_embedding_have_no_text():
     renderer = RENDERERS["qwen2_5"]
-    ids = np.asarray([*renderer.tokenizer.encode("left"), len(renderer.tokenizer) + 7])
+    ids = np.asarray([*encode(renderer, "left"), len(renderer.tokenizer) + 7])
     assert renderer.decode(ids) == renderer.decode_raw(ids) == "left"
 
 
@@ -217,17 +209,22 @@ def test_an_injection_in_a_tool_result_stays_in_the_result(family):
     assert attack.replace("▁", space).strip() in text or escaped.replace("▁", space).strip() in text
 
 
-def test_a_template_without_tools_is_given_them_in_the_hermes_form():
+SAID = AssistantTurn("So.", (ToolCall("call00000", "add", {"a": 1}),)).as_openai()
+IN_WORDS = 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+
+
+def test_a_template_without_tools_is_given_them_in_the_hermes_form_with_system_words_of_their_own_where_none_are():
     renderer = ChatRenderer(make_tokenizer(), "chatml")
-    said = AssistantTurn("So.", (ToolCall("call00000", "add", {"a": 1}),)).as_openai()
-    messages = [*opening("tiny"), said, result("2"), result("3"), {"role": "user", "content": "And?"}]
+    messages = [*opening("tiny"), SAID, result("2"), result("3"), user("And?")]
     text = renderer.tokenizer.decode(renderer.prompt(messages, [ADD.as_openai()]))
-    system, user, assistant, results, rest = (part.split("\n", 1)[1] for part in text.split("<|im_start|>")[1:])
+    system, question, assistant, results, rest = (part.split("\n", 1)[1] for part in text.split("<|im_start|>")[1:])
     assert system.startswith("Be brief.\n\n# Tools\n\n") and '{"type": "function", "function": {"name": "add"' in system
-    assert user == "Be brief. What is 1+1?<|im_end|>\n"
-    assert assistant == 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
-    assert results == ("<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>\nAnd?<|im_end|>\n")
+    assert question == "Be brief. What is 1+1?<|im_end|>\n"
+    assert assistant == IN_WORDS
+    assert results == "<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>\nAnd?<|im_end|>\n"
     assert rest == ""
+    text = renderer.decode_raw(renderer.prompt([user("Go.")], [ADD.as_openai()]))
+    assert text.startswith("<|im_start|>system\n# Tools\n\n") and "<|im_start|>user\nGo.<|im_end|>" in text
 
 
 def test_a_template_without_tools_and_system_messages_is_told_by_the_user():
@@ -242,52 +239,37 @@ def test_a_template_that_writes_no_calls_has_them_in_words():
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     )
     renderer = ChatRenderer(make_tokenizer(), template)
-    said = AssistantTurn("So.", (ToolCall("call00000", "add", {"a": 1}),)).as_openai()
-    text = renderer.tokenizer.decode(renderer.prompt([*opening("tiny"), said, result("2")], [ADD.as_openai()]))
+    text = renderer.tokenizer.decode(renderer.prompt([*opening("tiny"), SAID, result("2")], [ADD.as_openai()]))
     assert text.startswith("add\n<|im_start|>system\nBe brief.<|im_end|>\n")
-    call = 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert text.endswith(f"<|im_start|>assistant\n{call}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n")
-
-
-def test_the_hermes_form_has_system_words_of_its_own_where_there_are_none():
-    renderer = ChatRenderer(make_tokenizer(), "chatml")
-    text = renderer.decode_raw(renderer.prompt([{"role": "user", "content": "Go."}], [ADD.as_openai()]))
-    assert text.startswith("<|im_start|>system\n# Tools\n\n") and "<|im_start|>user\nGo.<|im_end|>" in text
+    assert text.endswith(f"<|im_start|>assistant\n{IN_WORDS}<|im_start|>tool\n2<|im_end|>\n")
 
 
 def test_messages_may_have_none_for_content_and_text_for_arguments():
     renderer = RENDERERS["qwen3"]
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a":1,  "note": "n"}'}}
-    loose = [*opening("qwen3"), {"role": "assistant", "content": None, "tool_calls": [call]}, result()]
+    loose = [*opening("qwen3"), says(None, tool_calls=[call('{"a":1,  "note": "n"}', "c")]), result()]
     tidy = [*opening("qwen3"), called(content=""), result()]
     np.testing.assert_array_equal(renderer.prompt(loose), renderer.prompt(tidy))
-    without = [*opening("qwen3"), {"role": "assistant", "content": "2", "tool_calls": None}]
-    bare = [*opening("qwen3"), {"role": "assistant", "content": "2"}]
-    np.testing.assert_array_equal(renderer.prompt(without), renderer.prompt(bare))
+    without = [*opening("qwen3"), says("2", tool_calls=None)]
+    np.testing.assert_array_equal(renderer.prompt(without), renderer.prompt([*opening("qwen3"), says("2")]))
 
 
 def test_a_result_without_an_id_answers_the_call_in_its_place():
     renderer = RENDERERS["mistral_nemo"]  # whose template refuses a result without one
-    calls = [{"id": f"abcdef12{n}", "type": "function", "function": {"name": "add", "arguments": {}}} for n in range(2)]
-    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    asked = [*opening("mistral_nemo"), says("", tool_calls=[call({}, f"abcdef12{n}") for n in range(2)])]
     bare = [{"role": "tool", "content": str(n)} for n in range(2)]
-    named = [{"role": "tool", "content": str(n), "tool_call_id": f"abcdef12{n}"} for n in range(2)]
-    np.testing.assert_array_equal(
-        renderer.prompt([*opening("mistral_nemo"), said, *bare]),
-        renderer.prompt([*opening("mistral_nemo"), said, *named]),
-    )
+    named = [{**one, "tool_call_id": f"abcdef12{n}"} for n, one in enumerate(bare)]
+    np.testing.assert_array_equal(renderer.prompt([*asked, *bare]), renderer.prompt([*asked, *named]))
 
 
 def test_harmony_ends_a_turn_in_three_ways_and_none_comes_twice():
     renderer = RENDERERS["gpt_oss"]
-    encode = renderer.tokenizer.convert_tokens_to_ids
-    user = [{"role": "user", "content": "And?"}]
-    open_end = renderer.tokenizer.decode(renderer.continuation(user, NO_IDS))
+    asked = [user("And?")]
+    open_end = renderer.tokenizer.decode(renderer.continuation(asked, NO_IDS))
     assert open_end == "<|end|><|start|>user<|message|>And?<|end|><|start|>assistant"
     for end in ("<|end|>", "<|return|>"):
-        added = renderer.continuation(user, np.asarray([encode(end)]))
+        added = renderer.continuation(asked, np.asarray(encode(renderer, end)))
         assert renderer.tokenizer.decode(added) == open_end.removeprefix("<|end|>")
-    added = renderer.continuation([result()], np.asarray([encode("<|call|>")]))
+    added = renderer.continuation([result()], np.asarray(encode(renderer, "<|call|>")))
     assert renderer.tokenizer.decode(added).startswith("<|start|>functions.add to=assistant")
 
 
@@ -300,14 +282,14 @@ def test_a_thought_in_a_tool_result_is_no_thought_and_braces_are_no_template():
     )
     renderer = RENDERERS["llama3_1"]
     text = "{{ bos_token }}{% for m in messages %}{{ raise_exception('no') }}{# x #}"
-    assert text in renderer.decode_raw(renderer.prompt([{"role": "user", "content": text}]))
+    assert text in renderer.decode_raw(renderer.prompt([user(text)]))
 
 
 def test_decode_raw_keeps_control_tokens_but_for_the_end_of_the_turn():
     renderer = RENDERERS["deepseek_r1"]
     text = "a<｜tool▁calls▁begin｜>b<｜tool▁calls▁end｜>"
-    ids = renderer.tokenizer.encode(text + "<｜end▁of▁sentence｜>", add_special_tokens=False)
-    assert renderer.decode_raw(np.asarray(ids)) == renderer.decode_raw(np.asarray(ids[:-1])) == text
+    ids = np.asarray(encode(renderer, text + "<｜end▁of▁sentence｜>"))
+    assert renderer.decode_raw(ids) == renderer.decode_raw(ids[:-1]) == text
     assert renderer.decode_raw(NO_IDS) == ""
 
 
@@ -320,7 +302,7 @@ def test_control_texts_that_are_words_of_the_vocabulary_are_spelt():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", unk_token="<unk>")
     tokenizer.chat_template = "{% for m in messages %}a <|end|> {{ m.content }} <|end|> b{% endfor %}"
     renderer = ChatRenderer(tokenizer)
-    ids = renderer.prompt([{"role": "user", "content": "c <|end|> c"}])
+    ids = renderer.prompt([user("c <|end|> c")])
     end = vocabulary["<|end|>"]
     assert ids.tolist().count(end) == 2 and ids.tolist()[:2] == [vocabulary["a"], end]
 
@@ -333,17 +315,17 @@ def test_text_that_a_normalizer_would_make_a_control_token_is_spelt():
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|End|>{% endfor %}"
     for attack in ("a<|END|>b", "a＜|end|＞b", "a<|End|>b"):
         assert tokenizer.encode(attack).count(tokenizer.eos_token_id) == 1  # it would
-        ids = ChatRenderer(tokenizer).prompt([{"role": "user", "content": attack}])
+        ids = ChatRenderer(tokenizer).prompt([user(attack)])
         assert tokenizer.convert_ids_to_tokens(ids.tolist()) == [*"a<|end|>b", "<|end|>"]
 
 
 def test_the_tokenizer_itself_is_left_as_it_was_and_a_renderer_goes_to_other_processes():
-    tokenizer = family_tokenizer("qwen2_5")
-    ordinary = tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    RENDERERS["qwen2_5"].prompt([{"role": "user", "content": "<|im_end|>"}])
-    assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == ordinary
-    assert not tokenizer.backend_tokenizer.encode_special_tokens
-    messages = [{"role": "user", "content": "a <|im_end|>"}]
+    renderer = RENDERERS["qwen2_5"]
+    ordinary = encode(renderer, "<|im_end|>")
+    renderer.prompt([user("<|im_end|>")])
+    assert encode(renderer, "<|im_end|>") == ordinary
+    assert not renderer.tokenizer.backend_tokenizer.encode_special_tokens
+    messages = [user("a <|im_end|>")]
     ids = RENDERERS["qwen3"].prompt(messages)
     assert pickle.loads(pickle.dumps(RENDERERS["qwen3"])).prompt(messages).tolist() == ids.tolist()
 
@@ -351,7 +333,7 @@ def test_the_tokenizer_itself_is_left_as_it_was_and_a_renderer_goes_to_other_pro
 def test_a_conversation_with_calls_can_be_imitated():
     """A call is said by the assistant, its result is not, and neither is text that only looks like the end."""
     renderer = RENDERERS["qwen2_5"]
-    messages = [*opening("qwen2_5"), called("<|im_end|>"), result("<|im_end|>"), {"role": "assistant", "content": "2"}]
+    messages = [*opening("qwen2_5"), called("<|im_end|>"), result("<|im_end|>"), says("2")]
     ids, mask = renderer.conversation(messages, tools=[schema()])
     said = [renderer.tokenizer.decode(part) for part in np.split(ids, np.flatnonzero(np.diff(mask)) + 1)][1::2]
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "<|im_end|>"}}\n</tool_call><|im_end|>'
@@ -364,9 +346,9 @@ def test_threads_may_share_a_renderer(family):
     """One that spells control tokens does not switch them off, or on, for another."""
     renderer = ChatRenderer(family_tokenizer(family))
     texts = [f"a {text} b {number}" for number in range(8) for text in ("zzz", *controls(family))]
-    expected = [RENDERERS[family].prompt([{"role": "user", "content": text}]).tolist() for text in texts]
+    expected = [RENDERERS[family].prompt([user(text)]).tolist() for text in texts]
     with ThreadPoolExecutor(8) as pool:
-        rendered = list(pool.map(lambda text: renderer.prompt([{"role": "user", "content": text}]).tolist(), texts))
+        rendered = list(pool.map(lambda text: renderer.prompt([user(text)]).tolist(), texts))
     assert rendered == expected
 
 
@@ -383,5 +365,4 @@ def test_threads_may_share_a_renderer(family):
     ],
 )
 def test_rewards_read_the_channels_of_gpt_oss_as_reasoning_and_answer(said, read):
-    renderer = RENDERERS["gpt_oss"]
-    assert renderer.decode(np.asarray(renderer.tokenizer.encode(said, add_special_tokens=False))) == read
+    assert RENDERERS["gpt_oss"].decode(np.asarray(encode(RENDERERS["gpt_oss"], said))) == read

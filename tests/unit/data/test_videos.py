@@ -12,7 +12,6 @@ import pytest
 import torch
 from jinja2 import TemplateError
 from PIL import Image
-from transformers import AutoTokenizer
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -29,16 +28,12 @@ from roll.data.renderer import ChatRenderer, items_of
 from roll.data.row_pictures import read_sources, with_items
 from roll.data.tool_messages import text_of
 from roll.data.videos import shown, video_source
-from tests.support.picture_models import PROCESSOR, VIDEO, make_processor, make_tokenizer
+from tests.support.lines import write_lines
+from tests.support.picture_models import PROCESSOR, VIDEO, make_processor, make_tokenizer, png
+from tests.support.talks import says, user
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (20, 28, 56, 3), dtype=np.uint8)
 OWN = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}, **PROCESSOR}
-
-
-def png(pixels):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def pillow(frames):
@@ -64,22 +59,6 @@ def film(frames=FRAMES, rate=10, kind="mp4", codec="mpeg4"):
     return file.getvalue()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_processor(tmp_path_factory.mktemp("processor"))
-
-
-@pytest.fixture(scope="module")
-def pictures(folder):
-    return Pictures(folder)
-
-
-@pytest.fixture(scope="module")
-def renderer(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ChatRenderer(tokenizer, pictures=Pictures(folder, tokenizer=tokenizer))
-
-
 def of(pictures, value, **options):
     found = shown(pictures, video_source(value, "it", Reach(**{"folder": None, "video_folder": Path("/")} | options)))
     assert isinstance(found, Video)
@@ -88,6 +67,10 @@ def of(pictures, value, **options):
 
 def frames_of(video):
     return np.concatenate([item.data for item in video.items])
+
+
+def shows(video, words):
+    return user([{"type": "video", "video": video}, {"type": "text", "text": words}])
 
 
 def bounded(folder, **rules):
@@ -115,7 +98,7 @@ class TestNumbers:
         assert found["image_grid_thw"].tolist() == [[1, 2, 4]] * len(video.items)
         again = pictures.inputs_by_processor(video.items)
         assert all(found[name].tobytes() == again[name].tobytes() for name in found)
-        messages = [{"role": "user", "content": [{"type": "video", "video": video}, {"type": "text", "text": "<0"}]}]
+        messages = [shows(video, "<0")]
         text = renderer.text(messages, open_assistant=True)
         assert text.count(VIDEO) == 1
         ids = renderer.prompt(messages)
@@ -137,7 +120,7 @@ class TestNumbers:
         )
         whole = frames_of(of(bounded(folder, fps=1e3, max_frames=100), data))
         metadata = {"fps": 10, "total_num_frames": 20, "frames_indices": None, "duration": 2.0}
-        messages = [{"role": "user", "content": [{"type": "video", "video": video}, {"type": "text", "text": "?"}]}]
+        messages = [shows(video, "?")]
         expected = processor(
             text=renderer.text(messages, open_assistant=True),
             videos=[torch.from_numpy(whole).permute(0, 3, 1, 2)],
@@ -283,8 +266,7 @@ class TestRows:
         for number in range(4):
             (folder / f"{number}.png").write_bytes(png(FRAMES[number]))
         (folder / "a.gif").write_bytes(animation())
-        path = folder / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = write_lines(folder / "rows.jsonl", rows)
         options = {"refused": keys.pop("refused", {})}
         args = DataArguments(file_name=str(path), messages="m", response=None, default_tag="t", shuffle=False, **keys)
         check_prompts(Reading(args, 0, head=10, **options), None, renderer)
@@ -338,16 +320,14 @@ class TestRows:
 
     def test_conversations_and_commands(self, renderer, tmp_path):
         """Rows to imitate have videos; those of a command that answers questions are refused."""
-        said = {"role": "assistant", "content": "this"}
         asked = row("<video>?", videos="a.gif")
-        path = tmp_path / "talks.jsonl"
         (tmp_path / "a.gif").write_bytes(animation())
-        path.write_text(json.dumps(asked | {"m": [*asked["m"], said]}) + "\n")
+        path = write_lines(tmp_path / "talks.jsonl", [asked | {"m": [*asked["m"], says("this")]}])
         args = DataArguments(file_name=str(path), messages="m", response=None)
         talks = load_conversations(args, renderer=renderer, max_tokens=300)
         assert talks.has_pictures and all(item.data.ndim == 4 for item in talks.batch.items_I[0])
         problems = Problems()
-        path.write_text(json.dumps({"messages": asked["m"], "videos": "a.gif"}))
+        write_lines(path, [{"messages": asked["m"], "videos": "a.gif"}])
         assert not list(read_questions([str(path)], None, problems))
         with pytest.raises(DataError, match=r"talks.jsonl:1: column 'videos': videos are not read here"):
             problems.raise_any()
@@ -362,19 +342,16 @@ class TestRows:
         video = Video((Item(np.zeros((2, 28, 28, 3), np.uint8)),), (0.0, 0.5))
         plain = ChatRenderer(renderer.tokenizer, "{% for m in messages %}x{% endfor %}", renderer.pictures)
         with pytest.raises(TemplateError, match=r"it writes <\|video_pad\|> 0 times for 1 videos"):
-            plain.prompt([{"role": "user", "content": [{"type": "video", "video": video}]}])
+            plain.prompt([user([{"type": "video", "video": video}])])
 
 
 def row(content, **columns):
-    return {"m": [{"role": "user", "content": content}]} | {k: v for k, v in columns.items() if v is not None}
+    return {"m": [user(content)]} | {name: value for name, value in columns.items() if value is not None}
 
 
-def test_the_processors_rule_for_frames(pictures):
+def test_the_processors_rule_for_frames_and_a_source_is_a_picture_unless_it_says_otherwise(pictures):
+    assert Source(1, "x") == Source(1, "x", is_video=False)
     own = Qwen3VLVideoProcessor(**OWN)
     for total, rate in ((20, 10), (3, 25), (300, 30), (4000, 24), (61, 30)):
         expected = own.sample_frames(SimpleNamespace(total_num_frames=total, fps=rate))
         assert pictures.videos.chosen(total, Fraction(total, rate)) == expected.tolist()
-
-
-def test_sources_hold_no_more_than_they_say():
-    assert Source(1, "x") == Source(1, "x", is_video=False)

@@ -12,8 +12,6 @@ from transformers import AutoConfig
 from roll.__main__ import main
 from roll.algorithms.types import LossOutput
 from roll.configs.agentic import AgenticConfig
-from roll.configs.loader import validate
-from roll.configs.problems import ConfigErrors
 from roll.configs.worker import ModelArguments, WorkerConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
@@ -24,7 +22,6 @@ from roll.distributed.strategy.vllm.arguments import engine_arguments
 from roll.models.heads import load_output_layer
 from roll.models.loading import load_causal_lm, load_config
 from roll.models.tokenizer import check_same_ids, load_tokenizer
-from roll.preflight.choices import CHECKS
 from roll.preflight.models import trusted_code
 from roll.rewards.classifiers import RewardModelConfig
 from roll.rewards.reward_model import RewardModelVerifier
@@ -33,6 +30,7 @@ from roll.tracking.checkpointer import Checkpointer
 from tests.support.contract import forward_logprobs, greedy_oracle
 from tests.support.own_code import make_model
 from tests.support.trainers import make_batch, make_context
+from tests.unit.models import conftest
 
 KEY = "trust_remote_code: true"
 
@@ -187,33 +185,19 @@ def test_a_reward_model_has_a_switch_of_its_own(own, tmp_path):
     assert isinstance(asyncio.run(verifier.score(sample)).score, float)
 
 
-VALUES = {
-    "adv_estimator": "reinforce",
-    "rollout_batch_size": 8,
-    "prompt_length": 24,
-    "response_length": 8,
-    "sequence_length": 32,
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.1,
-    "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_manager_cls": "traj"}},
-    "train_env_manager": {"env_groups": 2, "group_size": 4, "tags": ["Lake"]},
-    "val_env_manager": {"env_groups": 1, "tags": ["Lake"]},
-    "reference": {"strategy_args": {"strategy_name": "hf_infer"}},
-    "actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}},
-}
+def values_of(pretrain: str, trusted: tuple[str, ...], **sections: Any) -> dict[str, Any]:
+    generator = {"strategy_args": {"strategy_name": "hf_infer"}}
+    values = {"reference": generator, "actor_infer": generator, "pretrain": pretrain, **sections}
+    trusting = {"model_args": {"trust_remote_code": True}}
+    return values | {role: {**values.get(role, {}), **trusting} for role in trusted}
 
 
-def config(pretrain: str, trusted: tuple[str, ...], **sections: Any) -> AgenticConfig:
-    values = {**VALUES, "pretrain": pretrain, **sections}
-    for role in trusted:
-        values[role] = {**values.get(role, {}), "model_args": {"trust_remote_code": True}}
-    return validate(AgenticConfig, values, CHECKS[AgenticConfig])
+def config(*args: Any, **sections: Any) -> AgenticConfig:
+    return conftest.checked(**values_of(*args, **sections))
 
 
 def refusals(*args: Any, **sections: Any) -> dict[str, str]:
-    with pytest.raises(ConfigErrors) as errors:
-        config(*args, **sections)
-    return {problem.path: problem.expected for problem in errors.value.problems}
+    return conftest.refusals(**values_of(*args, **sections))
 
 
 def test_a_configuration_says_it_for_every_role(own):

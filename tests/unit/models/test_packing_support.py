@@ -5,7 +5,6 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,24 +20,20 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from roll.configs.agentic import AgenticConfig
-from roll.configs.loader import validate
-from roll.configs.problems import ConfigErrors
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences, packed_row
-from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.models import planned_attention
 from roll.models.measured import FILE, kinds, packing_problem, watched
 from roll.models.scoring import TokenScorer, score_input
-from roll.preflight.choices import CHECKS
 from tests.support.families import BOUND, FAMILIES, LAYERS, measured, packing_differences, tiny_config, tiny_model
 from tests.support.sizes import sizes
 from tests.support.trainers import make_batch, make_context
+from tests.unit.models.conftest import refusals
 
-KNOWN: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["families"]
-OTHERS: dict[str, str] = json.loads(FILE.read_text(encoding="utf-8"))["others"]
+LISTED = json.loads(FILE.read_text(encoding="utf-8"))
+KNOWN, OTHERS = LISTED["families"], LISTED["others"]
 RIGHT = ("deepseek_v3", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_moe")
 RIGHT += ("gpt_oss", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text", "qwen3_next")
 WRONG = ("bloom", "falcon", "mpt", "opt", "rwkv")
@@ -88,15 +83,16 @@ def test_every_family_is_in_the_list_which_the_documentation_shows():
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONG |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-CONDITIONS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "rotary positions that depend on the longest": ("llama", {"rope_parameters": LONG}, '"longrope"'),
-    "attention to both sides": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-}
 
 
-@pytest.mark.parametrize("name", CONDITIONS)
-def test_an_entry_that_changes_who_sees_whom_counts(name):
-    family, change, told = CONDITIONS[name]
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        ("llama", {"rope_parameters": LONG}, '"longrope"'),  # positions that depend on the longest
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_an_entry_that_changes_who_sees_whom_counts(family, change, told):
     config = tiny_config(family, **change)
     assert max(packing_differences(config).values()) > 100 * BOUND
     assert told in packing_problem(config) and packing_problem(tiny_config(family)) == ""
@@ -117,67 +113,51 @@ def test_windows_and_mixtures_of_layers_are_fine_where_they_were_measured_and_ot
     assert "sliding_window" in watched(tiny_config("mistral"))
 
 
-VALUES = {
-    "adv_estimator": "reinforce",
-    "rollout_batch_size": 8,
-    "prompt_length": 24,
-    "response_length": 8,
-    "sequence_length": 32,
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.1,
-    "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_manager_cls": "traj"}},
-    "train_env_manager": {"env_groups": 2, "group_size": 4, "tags": ["Lake"]},
-    "val_env_manager": {"env_groups": 1, "tags": ["Lake"]},
-}
+STAGE_3 = {"zero_optimization": {"stage": 3}}
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose sequences see each other. Its tokenizer is that of nobody, which no test here reads."""
-    folder = tmp_path_factory.mktemp("models") / "seeing"
-    tiny_model(tiny_config("nemotron")).save_pretrained(folder)
-    return folder
+@pytest.mark.parametrize(
+    ("family", "strategy", "options", "reason"),
+    [
+        ("nemotron", "fsdp2_infer", {}, "false: nemotron lets the sequences of a row see"),
+        ("nemotron", "deepspeed_infer", {}, "false: nemotron lets the sequences of a row see"),
+        ("nemotron", "hf_infer", {}, "false: nemotron lets the sequences of a row see"),
+        (
+            "qwen3_5_text",
+            "deepspeed_infer",
+            STAGE_3,
+            "false with zero_optimization.stage: 3: Qwen3_5ForCausalLM has layers with a state",
+        ),
+    ],
+)
+def test_validation_refuses_a_packed_role_with_its_reason(tmp_path, family, strategy, options, reason):
+    tiny_model(tiny_config(family)).save_pretrained(tmp_path)
+    role = {"strategy_args": {"strategy_name": strategy, "strategy_config": options}, "use_sequence_packing": True}
+    told = refusals(pretrain="tiny", reference_pretrain=str(tmp_path), reference=role)
+    assert told["reference.use_sequence_packing"].startswith(reason)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2_infer", "deepspeed_infer", "hf_infer"])
-def test_validation_refuses_a_packed_role_with_its_reason(seeing, strategy):
-    role = {"strategy_args": {"strategy_name": strategy}, "use_sequence_packing": True}
-    values = {**VALUES, "pretrain": "tiny", "reference_pretrain": str(seeing), "reference": role}
-    with pytest.raises(ConfigErrors) as errors:
-        validate(AgenticConfig, values, CHECKS[AgenticConfig])
-    told = {problem.path: problem.expected for problem in errors.value.problems}
-    assert told["reference.use_sequence_packing"].startswith("false: nemotron lets the sequences of a row see")
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        (Fsdp2Train, "fsdp2_train", {}),
+        (Fsdp2Infer, "fsdp2_infer", {}),
+        (HfInfer, "hf_infer", {"role": "reference", "sequence_length": 64}),
+    ],
+)
+def test_loading_refuses_it_where_the_configuration_was_not_at_hand(tmp_path, kind, name, options):
+    tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path)
+    context = make_context(tmp_path, name, worker={"use_sequence_packing": True}, **options)
+    key = rf"{context.role}\.use_sequence_packing: true, expected false: nemotron lets"
+    with pytest.raises(ValueError, match=key):
+        kind(context).setup()
 
 
-def test_layers_with_a_state_are_not_packed_in_stage_3(tmp_path):
-    tiny_model(tiny_config("qwen3_5_text")).save_pretrained(tmp_path)
-    arguments = {"strategy_name": "deepspeed_infer", "strategy_config": {"zero_optimization": {"stage": 3}}}
-    role = {"strategy_args": arguments, "use_sequence_packing": True}
-    values = {**VALUES, "pretrain": "tiny", "reference_pretrain": str(tmp_path), "reference": role}
-    with pytest.raises(ConfigErrors) as errors:
-        validate(AgenticConfig, values, CHECKS[AgenticConfig])
-    told = {problem.path: problem.expected for problem in errors.value.problems}
-    assert "Qwen3_5ForCausalLM has layers with a state" in told["reference.use_sequence_packing"]
-
-
-def test_loading_refuses_it_where_the_configuration_was_not_at_hand(seeing):
-    for kind, name in ((Fsdp2Train, "fsdp2_train"), (Fsdp2Infer, "fsdp2_infer")):
-        context = make_context(seeing, name, worker={"use_sequence_packing": True})
-        with pytest.raises(ValueError, match=r"actor_train\.use_sequence_packing: true, expected false: n"):
-            kind(context).setup()
-    context = make_context(
-        seeing, "hf_infer", worker={"use_sequence_packing": True}, role="reference", sequence_length=64
-    )
-    with pytest.raises(ValueError, match=r"reference\.use_sequence_packing: true, expected false: nemotron lets"):
-        HfInfer(context).start()
-
-
-def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, monkeypatch, caplog):
+def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, caplog):
     """Sharing is on by default: the run continues without it and says so once."""
-    tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path / "model")
-    context: StrategyContext = make_context(tmp_path / "model", "fsdp2_infer")
+    tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
-        scorer = Fsdp2Infer(context)
+        scorer = Fsdp2Infer(make_context(tmp_path, "fsdp2_infer"))
         scorer.setup()
     assert not scorer.shares_prompts
     (line,) = [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()]
@@ -186,19 +166,17 @@ def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, monkeypat
 
 
 LENGTHS = (7, 1, 12, 3)
-SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 4, 2), "initializer_range": 0.3}
+SMALL = {**sizes(37, 16, 24, 2, 4, 2), "initializer_range": 0.3}
+WINDOW = {"sliding_window": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
-    "qwen2, one layer with a window": Qwen2Config(
-        **SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1
-    ),
-    "mistral, a window without kinds of layers": MistralConfig(**SMALL, sliding_window=4),
+    "qwen2, one layer with a window": Qwen2Config(**SMALL, **WINDOW, use_sliding_window=True, max_window_layers=1),
+    "mistral, a window without kinds of layers": MistralConfig(**SMALL, **WINDOW),
     "gemma2, every second layer with a window": Gemma2Config(
-        **SMALL, head_dim=8, sliding_window=4, attn_logit_softcapping=None
+        **SMALL, **WINDOW, head_dim=8, attn_logit_softcapping=None
     ),
-    "qwen3-moe": Qwen3MoeConfig(
-        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True
-    ),
+    "qwen3-moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=8),
     "gpt2, positions that are learned": GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=64),
 }
 
@@ -252,7 +230,6 @@ def test_attention_and_its_gradient_are_block_diagonal(heads, kv_heads, window):
     (wanted * weights).sum().backward()
     (found * weights.float()).sum().backward()
     for state, each in zip(states, exact, strict=True):
-        assert state.grad is not None and each.grad is not None
         torch.testing.assert_close(state.grad.double(), each.grad, rtol=0, atol=5e-6)
 
 
@@ -263,7 +240,6 @@ def scores_and_gradient(name: str, attention: str) -> list[Tensor]:
     scorer = TokenScorer(model)
     scorer._takes_plans = attention == "sdpa"
     scores = score_input(scorer, packed_row(batch), batch.num_tokens)
-    assert scores.logprobs_T is not None and scores.entropy_T is not None
     (scores.logprobs_T.sum() - 0.1 * scores.entropy_T.square().sum()).backward()
     return [scores.logprobs_T, scores.entropy_T, *(p.grad for p in model.parameters() if p.grad is not None)]
 

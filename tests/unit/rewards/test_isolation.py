@@ -19,11 +19,7 @@ from roll.rewards.rules import FormatConfig, FormatVerifier
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import OverBudgetError
 from tests.support.echo import Echo
-
-
-class Nested:
-    class Inner(Echo):
-        pass
+from tests.support.processes import gone
 
 
 def sample(response: str, **values: object) -> Sample:
@@ -32,30 +28,18 @@ def sample(response: str, **values: object) -> Sample:
 
 @contextlib.asynccontextmanager
 async def pool_of(cls: type[RuleVerifier] = Echo, num_processes: int = 1, **args: object):
+    """Its children are there and ready."""
     pool = RulePool([rule_spec(cls, args)], num_processes)
     try:
+        await pool.start()
         yield pool
     finally:
         await pool.close()
 
 
-def gone(pid: int, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
-
-
 async def test_samples_and_verdicts_cross_unchanged_and_bounded():
     texts = ["", "\n\r\x00\x1b", "答案 😀", "\ud800", '"}\n{"', "x" * 3_000_000]
     async with pool_of() as pool:
-        await pool.start()
         full = sample("hi", num_tokens=7, truncated=True, messages=({"role": "user", "content": "?"},))
         assert await pool.check(0, full, 10) == RewardResult(float(pool.pids[0]), True, "hi", {"tokens": 7.0})
         for text in texts:
@@ -64,26 +48,21 @@ async def test_samples_and_verdicts_cross_unchanged_and_bounded():
         assert await pool.check(0, sample("notes x"), 10) == noted
 
 
-def test_a_slow_expression_is_killed_and_the_others_go_on():
-    async def run():
-        async with pool_of(num_processes=2) as pool:
-            await pool.start()
-            before = set(pool.pids)
-            begin = time.monotonic()
-            bad = asyncio.create_task(pool.check(0, sample("hang"), 1.0))
-            good = [await pool.check(0, sample("hi"), 5) for _ in range(20)]
-            assert not bad.done()
-            with pytest.raises(RewardError, match="took longer than 1 s and was killed"):
-                await bad
-            seconds = time.monotonic() - begin
-            await pool.start()  # the new child too
-            both = await asyncio.gather(*(pool.check(0, sample("sleep 0.5"), 5) for _ in range(2)))
-            return before, {v.score for v in good}, {v.score for v in both}, seconds, set(pool.pids)
-
-    before, good, both, seconds, after = asyncio.run(run())
+async def test_a_slow_expression_is_killed_and_the_others_go_on():
+    async with pool_of(num_processes=2) as pool:
+        before = set(pool.pids)
+        begin = time.monotonic()
+        bad = asyncio.create_task(pool.check(0, sample("hang"), 1.0))
+        good = {(await pool.check(0, sample("hi"), 5)).score for _ in range(20)}
+        assert not bad.done()
+        with pytest.raises(RewardError, match="took longer than 1 s and was killed"):
+            await bad
+        assert 1.0 <= time.monotonic() - begin < 3.0
+        await pool.start()  # the new child too
+        both = await asyncio.gather(*(pool.check(0, sample("sleep 0.5"), 5) for _ in range(2)))
+        after = set(pool.pids)
     assert len(good) == 1 and good <= before
-    assert 1.0 <= seconds < 3.0
-    assert len(both) == 2 and both == after and len(after & before) == 1
+    assert len(after) == 2 and {verdict.score for verdict in both} == after and len(after & before) == 1
     assert all(gone(pid) for pid in before)
 
 
@@ -98,7 +77,6 @@ async def test_a_mathematical_bomb_is_answered():
     """It would else be a way to lose a sample that is going to score nothing."""
 
     async with pool_of(MathVerifier) as pool:
-        await pool.start()
         for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
             assert not (await pool.check(0, sample(bomb), 10)).correct
         assert await pool.check(0, sample(r"\boxed{5}"), 10) == RewardResult(1.0, True, "5")
@@ -126,7 +104,6 @@ async def test_a_check_that_goes_wrong_is_an_error_and_the_next_one_works(respon
 
 async def test_a_killed_child_is_replaced():
     async with pool_of() as pool, asyncio.timeout(60):
-        await pool.start()
         [pid] = pool.pids
         os.kill(pid, signal.SIGKILL)
         try:
@@ -138,16 +115,13 @@ async def test_a_killed_child_is_replaced():
 
 async def test_what_a_check_prints_and_reads_is_not_the_protocol(capfd):
     async with pool_of() as pool:
-        assert [verdict.answer for verdict in [await pool.check(0, sample(text), 10) for text in ("print", "hi")]] == [
-            "print",
-            "hi",
-        ]
+        for text in ("print", "hi"):
+            assert (await pool.check(0, sample(text), 10)).answer == text
     assert "x" * 100_000 in capfd.readouterr().err
 
 
 async def test_a_timeout_kills_what_the_check_started(tmp_path):
     async with pool_of() as pool:
-        await pool.start()
         with pytest.raises(RewardError, match="took longer"):
             await pool.check(0, sample(f"fork {tmp_path}/pid"), 1.0)
     assert gone(int((tmp_path / "pid").read_text()))
@@ -155,13 +129,11 @@ async def test_a_timeout_kills_what_the_check_started(tmp_path):
 
 async def test_waiting_for_a_free_child_does_not_count():
     async with pool_of() as pool:
-        await pool.start()
         assert len(await asyncio.gather(*(pool.check(0, sample("sleep 0.4"), 1.0) for _ in range(4)))) == 4
 
 
 async def test_a_cancelled_check_does_not_answer_the_next_sample():
     async with pool_of() as pool:
-        await pool.start()
         task = asyncio.create_task(pool.check(0, sample("sleep 0.3"), 10))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -171,18 +143,15 @@ async def test_a_cancelled_check_does_not_answer_the_next_sample():
 
 
 async def test_closing_ends_the_children_and_the_checks():
-    pool = RulePool([rule_spec(Echo, {})], 2)
-    await pool.start()
-    pids = pool.pids
-    tasks = [asyncio.create_task(pool.check(0, sample("sleep 60"), 60)) for _ in range(4)]
-    await asyncio.sleep(0.2)
-    await pool.close()
+    async with pool_of(num_processes=2) as pool:
+        pids = pool.pids
+        tasks = [asyncio.create_task(pool.check(0, sample("sleep 60"), 60)) for _ in range(4)]
+        await asyncio.sleep(0.2)
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
     with pytest.raises(RewardError, match="closed"):
         await pool.check(0, sample("hi"), 1)
-    after = pool.pids
     assert all(isinstance(result, RewardError) for result in results)
-    assert len(pids) == 2 and not after and all(gone(pid) for pid in pids)
+    assert len(pids) == 2 and not pool.pids and all(gone(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -208,15 +177,15 @@ asyncio.run(main())
     assert gone(pid)
 
 
-def test_a_verifier_that_cannot_be_built_or_imported_elsewhere_is_an_error_at_start():
-    async def run(**args):
-        async with pool_of(**args) as pool:
-            await pool.start()
-
+async def test_a_verifier_that_cannot_be_built_or_imported_elsewhere_is_an_error_at_start():
     with pytest.raises(RewardError, match="could not be set up: ValueError: told to fail"):
-        asyncio.run(run(fail=True))
-    with pytest.raises(ValueError, match=r"Nested.Inner, expected a class at the top of a module"):
-        rule_spec(Nested.Inner, {})
+        async with pool_of(fail=True):
+            pytest.fail("it was set up")
+
+    class Inner(Echo): ...
+
+    with pytest.raises(ValueError, match=r"Inner, expected a class at the top of a module"):
+        rule_spec(Inner, {})
 
 
 async def test_a_sample_that_is_no_json_is_an_error_of_the_caller():
@@ -324,58 +293,43 @@ PIECES = [
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_repeated_pieces_of_the_grammar_are_read_in_little_time(every):
-    slow = {}
-    for piece, tail in [(piece, tail) for piece in PIECES for tail in ("", "=!")][::every]:
-        _, seconds = check("math", rf"\boxed{{{(piece * 500)[:470]}{tail}}}", "42", {})
-        if seconds > CPU_SECONDS:
-            slow[piece] = seconds
-    assert not slow
+    texts = [(piece * 500)[:470] + tail for piece in PIECES for tail in ("", "=!")][::every]
+    seconds = {text: check("math", rf"\boxed{{{text}}}", "42", {})[1] for text in texts}
+    assert [text for text in texts if seconds[text] > CPU_SECONDS] == []
 
 
 @pytest.mark.parametrize("every", [len(RULES), pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RULES)
 def test_long_answers_are_read_in_linear_time(name, every):
     args, truth = RULES[name]
-    slow = {}
-    for response in LONG[list(RULES).index(name) % every :: every]:  # each is read by a rule
-        _, seconds = check(name, response, truth, args)
-        if seconds > LINEAR_SECONDS:
-            slow[response[:30]] = seconds
-    assert not slow
+    responses = LONG[list(RULES).index(name) % every :: every]  # each is read by a rule
+    seconds = {response: check(name, response, truth, args)[1] for response in responses}
+    assert [response[:30] for response in responses if seconds[response] > LINEAR_SECONDS] == []
 
 
-def scored(verifiers: list[dict[str, object]], *samples: Sample, **keys: object) -> list[RewardResult | RewardError]:
-    async def run() -> list[RewardResult | RewardError]:
-        config = RewardConfig(tag_included=["tag"], verifiers=verifiers, timeout=10, retries=0, **keys)
-        scorer = DomainScorer("d", config)
-        await scorer.start()
-        found: list[RewardResult | RewardError] = []
-        try:
-            for sample in samples:
-                try:
-                    found.append(await scorer.score(sample))
-                except RewardError as error:
-                    found.append(error)
-        finally:
-            await scorer.close()
-        assert scorer.take_retries() == 0
-        return found
-
-    return asyncio.run(run())
+async def scored(verifiers: list[dict[str, object]], *answers: tuple[str, str]) -> list[RewardResult | BaseException]:
+    """Verdicts on responses with their references, one after the other."""
+    scorer = DomainScorer("d", RewardConfig(tag_included=["tag"], verifiers=verifiers, timeout=10, retries=0))
+    await scorer.start()
+    found: list[RewardResult | BaseException] = []
+    for answer in answers:
+        found += await asyncio.gather(scorer.score(Sample("?", *answer, "tag")), return_exceptions=True)
+    await scorer.close()
+    assert scorer.take_retries() == 0
+    return found
 
 
-def test_what_takes_too_much_cpu_time_is_a_wrong_answer_with_its_reason():
+async def test_what_takes_too_much_cpu_time_is_a_wrong_answer_with_its_reason():
     """The pattern is the user's, the text on which it backtracks without end is the policy's."""
     pattern = {"name": "format", "args": {"pattern": "(a|a)*b", "penalty": -1.0}, "weight": 0.5}
-    dear, right = scored([pattern, {"name": "math"}], *(Sample("?", text, "5", "tag") for text in ("a" * 60, "aab")))
+    dear, right = await scored([pattern, {"name": "math"}], ("a" * 60, "5"), ("aab", "5"))
     assert isinstance(dear, RewardResult) and dear.over_budget == "format: took more than 1 s of CPU time"
     assert (dear.score, dear.correct) == (-0.5, False), "as a response that does not match"
     assert isinstance(right, RewardResult) and right.score == 0.5 and not right.over_budget
 
 
-def test_a_reference_that_costs_too_much_is_no_fault_of_the_answer():
-    own = {"name": f"{__name__}:Echoing"}
-    dear, reference = scored([own], *(Sample("?", text, truth, "tag") for text, truth in (("dear", ""), ("", "dear"))))
+async def test_a_reference_that_costs_too_much_is_no_fault_of_the_answer():
+    dear, reference = await scored([{"name": f"{__name__}:Echoing"}], ("dear", ""), ("", "dear"))
     assert isinstance(dear, RewardResult) and not dear.correct and "CPU time" in dear.over_budget
     assert isinstance(reference, RewardError) and "the reference answer is too expensive" in str(reference)
 

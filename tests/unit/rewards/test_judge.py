@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -137,6 +137,11 @@ def score_all(url: str, samples: list[Sample], **args: Any) -> list[RewardResult
     return asyncio.run(run())
 
 
+def answer(*replies: Reply, **args: Any) -> RewardResult:
+    with serving(*replies) as server:
+        return score(server.url, **args)
+
+
 def shown_in(body: dict[str, Any]) -> list[Image.Image]:
     """The pictures of a request."""
     content = body["messages"][0]["content"]
@@ -154,14 +159,9 @@ def test_a_judges_number_becomes_a_score_between_0_and_1():
     with serving(says("The sum is right.\nScore: 7.5")) as server:
         verdict = score(server.url)
     assert verdict == RewardResult(score=0.75, correct=True, parts={"judge_score": 7.5}, seeks_answer=False)
-    assert server.paths == ["/v1/chat/completions"]
-    assert "authorization" not in server.headers[0]
-    body = server.bodies[0]
-    assert {name: body[name] for name in ("model", "temperature", "max_tokens")} == {
-        "model": "wise",
-        "temperature": 0.0,
-        "max_tokens": 512,
-    }
+    assert server.paths == ["/v1/chat/completions"] and "authorization" not in server.headers[0]
+    expected = {"model": "wise", "temperature": 0.0, "max_tokens": 512}
+    assert {name: server.bodies[0][name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -178,18 +178,17 @@ def test_a_judges_number_becomes_a_score_between_0_and_1():
     ],
 )
 def test_scores_are_read_by_the_pattern_and_scaled(words, args, expected):
-    with serving(says(words)) as server:
-        verdict = score(server.url, **args)
+    verdict = answer(says(words), **args)
     assert (verdict.score, verdict.correct) == expected
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/chat/completions", "/openai/v1?api-version=2"])
-def test_the_endpoints_path_is_completed_once(path):
+def test_the_endpoints_path_is_completed_once():
+    whole, versioned = "/v1/chat/completions", "/openai/v1/chat/completions?api-version=2"
+    asked = {"/v1": whole, "/v1/": whole, whole: whole, "/openai/v1?api-version=2": versioned}
     with serving(says("Score: 1")) as server:
-        score(f"http://127.0.0.1:{server.port}{path}")
-    before, _, query = path.partition("?")
-    expected = before.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-    assert server.paths == [expected + ("?" + query if query else "")]
+        for path in asked:
+            score(f"http://127.0.0.1:{server.port}{path}")
+    assert server.paths == [*asked.values()]
 
 
 def test_further_fields_replace_and_null_leaves_out():
@@ -208,12 +207,8 @@ def test_a_busy_endpoint_is_asked_again_when_it_says_also_by_a_date():
     with serving(Reply(503, "", header), says("Score: 10")) as server:
         assert score(server.url).score == 1.0
     assert -0.05 <= time.time() - date < 10
-
-
-@pytest.mark.parametrize("unreadable", ["soon", "nan", "Mon, 99 Foo"])
-def test_an_unreadable_retry_after_means_the_usual_wait(unreadable):
-    with serving(Reply(429, "", {"Retry-After": unreadable}), says("Score: 10")) as server:
-        assert score(server.url).score == 1.0
+    for unreadable in ("soon", "nan", "Mon, 99 Foo"):  # it means the usual wait
+        assert answer(Reply(429, "", {"Retry-After": unreadable}), says("Score: 10")).score == 1.0
 
 
 def test_endpoints_that_fail_or_ask_for_a_long_wait_are_given_up():
@@ -246,29 +241,23 @@ def test_a_refusal_is_not_repeated(status):
         (says("I like it."), "finds no score in the judge's reply 'I like it.'"),
         (says("Well, let me", finish_reason="length"), "cut off by max_tokens, 'Well"),
         (says("Score: 11"), "score: got '11', expected yes, no or 0 to 10"),
+        (says("Score: nan"), "score: got 'nan'"),
     ],
 )
 def test_an_answer_without_a_score_is_asked_for_again_and_then_an_error(reply, message):
+    args = {"max_attempts": 2} | ({"score_pattern": "Score: (.*)"} if "nan" in message else {})
     with serving(reply) as server, pytest.raises(RewardError, match=message):
-        score(server.url, max_attempts=2)
+        score(server.url, **args)
     assert len(server.bodies) == 2
-    with serving(reply, says("Score: 6")) as server:
-        assert score(server.url, max_attempts=2).score == 0.6
-
-
-def test_a_group_that_is_no_number_is_no_score():
-    with serving(says("Score: nan")) as server, pytest.raises(RewardError, match="score: got 'nan'"):
-        score(server.url, score_pattern="Score: (.*)", max_attempts=1)
+    assert answer(reply, says("Score: 6"), **args).score == 0.6
 
 
 def test_a_silent_endpoint_times_out():
-    with serving(Reply(delay=20), says("Score: 3")) as server:
-        assert score(server.url, request_timeout=1).score == 0.3
-    with serving(Reply(delay=20)) as server:
-        start = time.monotonic()
-        with pytest.raises(RewardError, match=r"no reply within request_timeout = 0.2 seconds \(attempt 2 of 2"):
-            score(server.url, request_timeout=0.2, max_attempts=2)
-        assert time.monotonic() - start < 10
+    assert answer(Reply(delay=20), says("Score: 3"), request_timeout=1).score == 0.3
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"no reply within request_timeout = 0.2 seconds \(attempt 2 of 2"):
+        answer(Reply(delay=20), request_timeout=0.2, max_attempts=2)
+    assert time.monotonic() - start < 10
 
 
 def test_an_endpoint_that_drips_its_answer_times_out():
@@ -311,32 +300,21 @@ def test_a_connection_that_breaks_is_tried_again():
 
 
 def test_no_more_than_max_concurrency_requests_are_in_flight_and_waiting_for_a_slot_does_not_count():
-    reply = says("Score: 5")
-    reply.delay = 0.15
-    with serving(reply) as server:
+    with serving(replace(says("Score: 5"), delay=0.15)) as server:
         verdicts = score_all(server.url, [SAMPLE] * 12, max_concurrency=3)
     assert len(verdicts) == 12 and server.most_in_flight == 3
-    reply = says("Score: 5")
-    reply.delay = 0.3
-    with serving(reply) as server:
+    with serving(replace(says("Score: 5"), delay=0.3)) as server:
         verdicts = score_all(server.url, [SAMPLE] * 6, max_concurrency=1, request_timeout=1.5, max_attempts=1)
     assert len(verdicts) == 6
 
 
-def test_a_cancelled_call_frees_its_slot():
-    slow = says("Score: 5")
-    slow.delay = 0.3
-
-    async def run(url: str) -> RewardResult:
-        verifier = JudgeVerifier(make_config(url, max_concurrency=1))
+async def test_a_cancelled_call_frees_its_slot():
+    with serving(replace(says("Score: 5"), delay=0.3), says("Score: 5")) as server:
+        verifier = JudgeVerifier(make_config(server.url, max_concurrency=1))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(verifier.score(SAMPLE), 0.1)
-        verdict = await asyncio.wait_for(verifier.score(SAMPLE), 5)
+        assert (await asyncio.wait_for(verifier.score(SAMPLE), 5)).score == 0.5
         await verifier.close()
-        return verdict
-
-    with serving(slow, says("Score: 5")) as server:
-        assert asyncio.run(run(server.url)).score == 0.5
 
 
 def test_the_key_is_sent_and_shown_nowhere(key, caplog):
@@ -368,23 +346,16 @@ def test_a_redirect_does_not_carry_the_key_away(key):
         assert not elsewhere.bodies
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        *(
-            (blank, "judge_api_key_env: the environment variable JUDGE_API_KEY is not set")
-            for blank in (None, "", "  ")
-        ),
-        *((wrong, "JUDGE_API_KEY cannot be a key") for wrong in ("secret key", "secret\nkey", "sécret")),
-    ],
-)
-def test_a_missing_key_or_what_cannot_be_one_is_an_error_at_start_that_does_not_show_it(value, told, monkeypatch):
+@pytest.mark.parametrize("value", [None, "", "  ", "secret key", "secret\nkey", "sécret"])
+def test_a_missing_key_or_what_cannot_be_one_is_an_error_at_start_that_does_not_show_it(value, monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("JUDGE_API_KEY", value)
+    wrong = value is not None and value.strip()
+    told = "JUDGE_API_KEY cannot be a key" if wrong else "_key_env: the environment variable JUDGE_API_KEY is not set"
     with pytest.raises(ValueError, match=told) as caught:
         JudgeVerifier(make_config("http://127.0.0.1:1", judge_api_key_env="JUDGE_API_KEY"))
-    assert not value or not value.strip() or value not in str(caught.value)
+    assert not wrong or value not in str(caught.value)
 
 
 def test_a_proxy_of_the_environment_is_used_for_others_but_not_for_loopback(monkeypatch):
@@ -443,7 +414,7 @@ def test_a_prompt_of_ones_own_sees_the_row():
         ({"judge_api_url": "http://a:b:c"}, "judge_api_url: .*expected http"),
         (
             {"judge_api_key_env": "sk-123"},
-            "judge_api_key_env: got a value that is not shown, expected the name of an environment variable",
+            "_key_env: got a value that is not shown, expected the name of an environment",
         ),
         ({"judge_prompt": "{{ prompt }}"}, "judge_prompt: .*expected {{ response }} in it"),
         ({"judge_prompt": "{response}"}, "judge_prompt: .*expected {{ response }} in it"),
@@ -462,14 +433,9 @@ def test_wrong_configurations_are_named(args, problem):
 
 
 def test_secrets_in_the_wrong_place_are_not_repeated():
-    make: list[Callable[[], Any]] = [
-        lambda: make_config("http://127.0.0.1", judge_api_key=KEY),
-        lambda: JudgeVerifier(make_config("http://127.0.0.1", judge_api_key_env=KEY)),
-        lambda: JudgeVerifier(make_config(f"http://user:{KEY}@127.0.0.1")),
-    ]
-    for attempt in make:
+    for url, args in (("", {"judge_api_key": KEY}), ("", {"judge_api_key_env": KEY}), (f"user:{KEY}@", {})):
         with pytest.raises((ValueError, ValidationError)) as caught:
-            attempt()
+            JudgeVerifier(make_config(f"http://{url}127.0.0.1", **args))
         assert KEY not in str(caught.value)
 
 
@@ -561,6 +527,7 @@ async def test_a_hosted_judge_sees_too(tmp_path):
 
 TEXT = {"type": "text", "text": "why?"}
 PROMPT = "{{ prompt }}|{{ response }}"
+API = {"judge_model_type": "api", "judge_api_url": "http://h/v1"}
 SAMPLES = [Sample(prompt=f"{i}+1=", response=str(i * 7), ground_truth=None, data_source="sums") for i in range(8)]
 
 
@@ -570,14 +537,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(judge: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "judge_model_type": "inference",
-        "judge_model_name": judge,
-        "judge_prompt": PROMPT,
-        "score_pattern": r"(\d)",
-        "max_score": 9.0,
-        "max_tokens": WORDS,
-    } | changes
+    asked = {"judge_model_type": "inference", "judge_model_name": judge, "judge_prompt": PROMPT, "max_tokens": WORDS}
+    return {**asked, "score_pattern": r"(\d)", "max_score": 9.0, **changes}
 
 
 class LastDigit(JudgeVerifier):
@@ -617,12 +578,8 @@ def test_what_a_judge_says_depends_on_its_question_alone(judge):
 
 
 async def test_words_without_a_score_are_an_error_after_all_attempts(judge):
-    reward = RewardConfig(
-        tag_included=["sums"],
-        retries=0,
-        verifiers=[{"name": "judge", "args": settings(judge, score_pattern="never(.)", temperature=1.0)}],
-    )
-
+    verifier = {"name": "judge", "args": settings(judge, score_pattern="never(.)", temperature=1.0)}
+    reward = RewardConfig(tag_included=["sums"], retries=0, verifiers=[verifier])
     scorer = DomainScorer("sums", reward, host=HostedGenerator)
     try:
         with pytest.raises(RewardError, match="cut off by max_tokens"):
@@ -639,11 +596,7 @@ async def test_words_without_a_score_are_an_error_after_all_attempts(judge):
         ({"judge_api_url": "http://127.0.0.1:1/v1"}, "judge_api_url", "no endpoint is asked"),
         ({"judge_model_type": "api"}, "judge_api_url", "judge_model_type: inference"),
         ({"engine": {"strategy_args": {"strategy_name": "fsdp2_train"}}}, "engine", "generates"),
-        (
-            {"judge_model_type": "api", "judge_api_url": "http://h/v1", "engine": {"max_length": 9}},
-            "engine",
-            "the endpoint has its own",
-        ),
+        (API | {"engine": {"max_length": 9}}, "engine", "the endpoint has its own"),
     ],
 )
 def test_keys_of_the_other_kind_are_refused(changes, path, words):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -36,6 +37,11 @@ from roll.rewards.types import RewardTimeoutError
 
 def sample(response: str, ground_truth: object = None, **values: object) -> Sample:
     return Sample(prompt="?", response=response, ground_truth=ground_truth, data_source="tag", **values)
+
+
+def unseeking(score: float, correct: bool, parts: dict[str, float] | None = None, **notes: str) -> RewardResult:
+    """A verdict that says nothing of an answer."""
+    return RewardResult(score, correct, parts=parts or {}, notes=notes, seeks_answer=False)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +116,8 @@ def test_equal_answers_have_one_name(maths):
     def name(response: str) -> str | None:
         return maths.check(sample(response, 1)).answer
 
-    assert {name(rf"\boxed{{{text}}}") for text in ("1/2", "0.5", r"\frac12", "x=0.5", "0.50", r"\dfrac{2}{4}")} == {
-        "1/2"
-    }
+    halves = ("1/2", "0.5", r"\frac12", "x=0.5", "0.50", r"\dfrac{2}{4}")
+    assert {name(rf"\boxed{{{text}}}") for text in halves} == {"1/2"}
     assert name(r"\boxed{\{2,1\}}") == name(r"\boxed{1,2}")
     assert name("$3+4=7$") == "7"
     assert name(r"\boxed{a^2-b^2=c}") != name(r"\boxed{a=a}")
@@ -254,7 +259,7 @@ def test_choices_beyond_those_there_are_do_not_count():
 )
 def test_the_built_in_format(response, matches):
     verdict = FormatVerifier(FormatConfig(score=0.5, penalty=-1)).check(sample(response))
-    assert verdict == RewardResult(score=0.5 if matches else -1.0, correct=matches, seeks_answer=False)
+    assert verdict == unseeking(0.5 if matches else -1.0, matches)
 
 
 def test_a_format_of_ones_own_matches_the_whole_response():
@@ -267,7 +272,7 @@ def test_a_format_of_ones_own_matches_the_whole_response():
 @pytest.mark.parametrize(("tokens", "score"), [(0, -0.5), (100, -0.5), (250, -0.25), (400, 0.0), (900, 0.0)])
 def test_a_short_answer_has_a_penalty_that_falls_to_nothing(tokens, score):
     verdict = LengthVerifier(LengthConfig(min_tokens=100, max_tokens=400)).check(sample("…", num_tokens=tokens))
-    assert verdict == RewardResult(score=score, correct=tokens >= 400, seeks_answer=False)
+    assert verdict == unseeking(score, tokens >= 400)
     assert next(LengthConfig(min_tokens=5, max_tokens=5).problems()).path == "max_tokens"
 
 
@@ -303,44 +308,28 @@ def test_a_function_by_path_scores():
 @pytest.mark.parametrize(
     ("result", "verdict"),
     [
-        (1, RewardResult(1.0, True, seeks_answer=False)),
-        (np.float32(0.5), RewardResult(0.5, False, seeks_answer=False)),
-        (True, RewardResult(1.0, True, seeks_answer=False)),
-        ({"score": 1, "x": 2}, RewardResult(1.0, True, parts={"x": 2.0}, seeks_answer=False)),
-        (
-            {"score": 0, "why": "no unit", "hint": None, "x": 2},
-            RewardResult(0.0, False, parts={"x": 2.0}, notes={"why": "no unit"}, seeks_answer=False),
-        ),
-        (
-            {"score": 1, "x": [1, {"a": "é"}], "y": float("nan"), "z": {2}},
-            RewardResult(1.0, True, notes={"x": '[1, {"a": "é"}]', "y": "NaN", "z": "{2}"}, seeks_answer=False),
-        ),
+        (1, unseeking(1.0, True)),
+        (np.float32(0.5), unseeking(0.5, False)),
+        (True, unseeking(1.0, True)),
+        ({"score": 1, "x": 2}, unseeking(1.0, True, {"x": 2.0})),
+        ({"score": 0, "why": "no unit", "hint": None, "x": 2}, unseeking(0.0, False, {"x": 2.0}, why="no unit")),
+        ({"score": 1, "x": [1, {"a": "é"}]}, unseeking(1.0, True, x='[1, {"a": "é"}]')),
+        ({"score": 1, "y": float("nan"), "z": {2}}, unseeking(1.0, True, y="NaN", z="{2}")),
         ({"score": 0.2, "acc": True, "pred": 7}, RewardResult(0.2, True, "7")),
         ({"score": 1, "correct": 0.0, "answer": None}, RewardResult(1.0, False)),
-        ({"score": 1, "acc": np.bool_(False)}, RewardResult(1.0, False, seeks_answer=False)),
+        ({"score": 1, "acc": np.bool_(False)}, unseeking(1.0, False)),
     ],
 )
 def test_results_of_a_function(result, verdict):
     assert custom().check(sample("4", extra_info={"result": result})) == verdict
 
 
-WRONG = [
-    None,
-    "1",
-    float("nan"),
-    float("inf"),
-    {},
-    {"score": "1"},
-    {"score": 1, "acc": "no"},
-    {"score": 1, "acc": np.nan},
-]
-
-
-@pytest.mark.parametrize("result", WRONG)
-def test_results_that_are_no_numbers_are_errors(result):
+def test_results_that_are_no_numbers_are_errors():
+    numbers = [None, "1", float("nan"), float("inf"), {}, {"score": "1"}]
     expected = "expected (a finite number|score|true or false)"
-    with pytest.raises(RewardError, match=f"{__name__}:compute_score returned .*, {expected}"):
-        custom().check(sample("4", extra_info={"result": result}))
+    for result in (*numbers, {"score": 1, "acc": "no"}, {"score": 1, "acc": np.nan}):
+        with pytest.raises(RewardError, match=f"{__name__}:compute_score returned .*, {expected}"):
+            custom().check(sample("4", extra_info={"result": result}))
 
 
 def test_a_reference_that_is_no_number_is_told_before_the_run():
@@ -350,10 +339,9 @@ def test_a_reference_that_is_no_number_is_told_before_the_run():
 
 
 def test_an_asynchronous_function_is_awaited():
-    config = CustomConfig(path=f"{__name__}:later")
-    assert not list(config.problems())
-    verdict = CustomVerifier(config).check(sample("0.25"))
-    assert (verdict.score, verdict.correct) == (0.25, True)
+    verifier = CustomVerifier(CustomConfig(path=f"{__name__}:later"))
+    assert not list(verifier.config.problems())
+    assert verifier.check(sample("0.25")) == unseeking(0.25, True)
 
 
 def half_marks(data_sources, solution_strs, ground_truths, extra_infos, worth=1.0):
@@ -413,10 +401,8 @@ def test_asynchronous_calls_run_side_by_side_in_one_loop_and_fail_alone():
     ],
 )
 def test_functions_are_looked_at_before_the_run(values, message):
-    problems = list(CustomConfig(**values).problems())
-    assert len(problems) == 1
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(str(problems[0]))
+    [problem] = CustomConfig(**values).problems()
+    assert re.search(message, str(problem))
 
 
 def test_any_text_is_judged_without_an_exception(maths):
@@ -491,17 +477,14 @@ def verify(response: str, *constraints: dict, **config: object) -> RewardResult:
     return InstructionVerifier(InstructionConfig(**config)).check(response_sample(response, list(constraints)))
 
 
-CASES = [
+CASES = [  # a constraint, responses that fulfil it, and some that do not
     (
         {"kind": "num_words", "min": 2, "max": 3},
         ["one two", "one, two – three!", "don't well-known"],
         ["one", "a b c d"],
     ),
-    (
-        {"kind": "num_sentences", "min": 2, "max": 2},
-        ["A. B!", 'He said "no." So?', "你好。再见。", "A...\n\nB"],
-        ["A.", "A. B. C."],
-    ),
+    ({"kind": "num_sentences", "min": 2, "max": 2}, ["A. B!", 'He said "no." So?', "A...\n\nB"], ["A.", "A. B. C."]),
+    ({"kind": "num_sentences", "min": 2}, ["你好。再见。"], ["你好。"]),
     ({"kind": "num_paragraphs", "max": 2}, ["a", "a\nb\n \n\nc"], ["a\n\nb\n\nc"]),
     ({"kind": "num_chars", "min": 3, "max": 3}, ["abc", " 日本語\n"], ["ab", "a b c"]),
     ({"kind": "num_bullets", "min": 2, "max": 2}, ["- a\n* b", "Text:\n  • a\n+ b"], ["- a", "-a\n-b", "a - b\nc - d"]),
@@ -512,11 +495,8 @@ CASES = [
     ({"kind": "keywords_include", "keywords": ["c++", "(a)"]}, ["C++ and (a)"], ["c", "C+++"[:3]]),
     ({"kind": "keywords_exclude", "keywords": ["car", "bus"]}, ["cart"], ["a bus", "car"]),
     ({"kind": "keywords_exclude", "keywords": ["car"], "min_count": 2}, ["car"], ["car car"]),
-    (
-        {"kind": "json"},
-        ['{"a": 1}', "```json\n[1]\n```", " 3 "],
-        ["{'a': 1}", '{"a": NaN}', 'x {"a": 1}', "[" * 100_000, "9" * 5000],
-    ),
+    ({"kind": "json"}, ['{"a": 1}', "```json\n[1]\n```", " 3 "], ["{'a': 1}", '{"a": NaN}', 'x {"a": 1}']),
+    ({"kind": "json"}, ["9"], ["[" * 100_000, "9" * 5000]),
     ({"kind": "json", "required_keys": ["a", "b"]}, ['{"a": 1, "b": null}'], ['{"a": 1}', '["a", "b"]']),
     ({"kind": "starts_with", "text": "Dear "}, ["\nDear Ann", "Dear"], ["dear Ann", "My Dear"]),
     ({"kind": "ends_with", "text": "BYE.", "ignore_case": True}, ["so bye.\n"], ["bye"]),
@@ -528,11 +508,8 @@ CASES = [
     ({"kind": "regex", "pattern": "a.*b", "mode": "fullmatch"}, ["a\nb"], ["a b."]),
     ({"kind": "repeat_prompt"}, ["say  hello, please. Hello!"], ["Hello! Say hello, please."]),
     ({"kind": "repeat_prompt", "text": "Ask"}, ["ask me"], ["me: ask"]),
-    (
-        {"kind": "sections", "min": 2},
-        ["Section 1\na\n\nSECTION 2\nb", "**Section I**\n# Section II"],
-        ["Section 1", "Section one\nSection two"],
-    ),
+    ({"kind": "sections", "min": 2}, ["Section 1\na\n\nSECTION 2\nb", "**Section I**\n# Section II"], ["Section 1"]),
+    ({"kind": "sections", "min": 2}, [], ["Section one\nSection two"]),
     ({"kind": "sections", "splitter": "Tag", "min": 0, "max": 1}, ["Tag 1", "none"], ["Tag 1\nTag 2"]),
 ]
 
@@ -552,28 +529,21 @@ def test_every_kind_is_tested_and_a_blank_response_fulfils_none():
 
 
 def test_the_score_is_the_share_or_all_or_nothing():
-    constraints = [
-        {"kind": "lowercase"},
-        {"kind": "keywords_include", "keywords": ["a"]},
-        {"kind": "keywords_include", "keywords": ["z"]},
-    ]
+    constraints = [{"kind": "lowercase"}, *({"kind": "keywords_include", "keywords": [word]} for word in "az")]
     parts = {"lowercase": 1.0, "keywords_include": 0.5}
-    assert verify("a b", *constraints) == RewardResult(pytest.approx(2 / 3), False, None, parts, seeks_answer=False)
-    assert verify("a b", *constraints, strict=True) == RewardResult(0.0, False, None, parts, seeks_answer=False)
+    assert verify("a b", *constraints) == unseeking(pytest.approx(2 / 3), False, parts)
+    assert verify("a b", *constraints, strict=True) == unseeking(0.0, False, parts)
     assert verify("a z", *constraints, strict=True).score == 1.0
 
 
 def test_constraints_of_all_rows_add_to_those_of_the_row_also_of_columnar_files():
     verifier = InstructionVerifier(InstructionConfig(key="rules", constraints=[{"kind": "lowercase"}]))
     assert verifier.check(response_sample("a")).parts == {"lowercase": 1.0}
-    assert verifier.check(response_sample("a", rules=[{"kind": "no_commas"}])).parts == {
-        "lowercase": 1.0,
-        "no_commas": 1.0,
-    }
+    both = verifier.check(response_sample("a", rules=[{"kind": "no_commas"}])).parts
+    assert both == {"lowercase": 1.0, "no_commas": 1.0}
     row = {"kind": "num_words", "min": 1.0, "max": None, "keywords": None}
     assert verify("a", row).correct
-    verifier = InstructionVerifier(InstructionConfig())
-    assert verifier.check(response_sample("a", json.dumps([row]))).correct
+    assert InstructionVerifier(InstructionConfig()).check(response_sample("a", json.dumps([row]))).correct
 
 
 @pytest.mark.parametrize(
@@ -602,19 +572,16 @@ def test_rows_that_cannot_be_understood_are_errors_with_the_row(constraints, mes
 
 
 def test_args_are_checked_at_start():
-    config = InstructionConfig(
-        constraints=[{"kind": "json"}, {"kind": "jsn"}, {"kind": "sections", "min": 2, "max": 1}]
-    )
+    config = InstructionConfig(constraints=[{"kind": "jsn"}, {"kind": "sections", "min": 2, "max": 1}])
     first, second = config.problems()
-    assert (first.path, first.got, first.hint) == ("constraints.1.kind", "jsn", "did you mean json?")
-    assert str(second) == "constraints.2.max: got 1, expected at least min = 2"
-    with pytest.raises(ValueError, match=r"constraints\.1\.kind"):
+    assert (first.path, first.got, first.hint) == ("constraints.0.kind", "jsn", "did you mean json?")
+    assert str(second) == "constraints.1.max: got 1, expected at least min = 2"
+    with pytest.raises(ValueError, match=r"constraints\.0\.kind"):
         InstructionVerifier(config)
 
 
 def test_huge_and_strange_texts():
-    huge = ("Word. " * 200_000) + "\ud800\x00"
-    verdict = verify(huge, *(case[0] for case in CASES))
+    verdict = verify("Word. " * 200_000 + "\ud800\x00", *(case[0] for case in CASES))
     assert 0 <= verdict.score <= 1
 
 

@@ -60,6 +60,7 @@ class Fake(Verifier):
 
 
 FAKE = f"{__name__}:Fake"
+LENGTHS = {"min_tokens": 1, "max_tokens": 9}
 
 
 def config(*verifiers: dict, **values: object) -> RewardConfig:
@@ -68,6 +69,10 @@ def config(*verifiers: dict, **values: object) -> RewardConfig:
 
 def fake(weight: float = 1.0, decides: bool | None = None, **args: object) -> dict:
     return {"name": FAKE, "weight": weight, "decides": decides, "args": args}
+
+
+def custom(function: str, **args: object) -> dict:
+    return {"name": "custom", "args": {"path": f"tests.support.scoring:{function}", **args}}
 
 
 def sample(response: str = "", truth: object = 5, **extra: object) -> Sample:
@@ -91,6 +96,10 @@ def score(sample: Sample, *verifiers: dict, **values: object) -> RewardResult:
     return asyncio.run(run())
 
 
+async def score_each(scorer: DomainScorer, *samples: Sample) -> list:
+    return await asyncio.gather(*map(scorer.score, samples), return_exceptions=True)
+
+
 async def test_a_weighted_sum_of_rules_in_child_processes():
     verifiers = [
         {"name": "math", "weight": 2.0},
@@ -98,29 +107,21 @@ async def test_a_weighted_sum_of_rules_in_child_processes():
         {"name": "format", "weight": -0.25, "args": {"pattern": ".*answer.*"}},
     ]
     responses = ["<think>a</think><answer>10/2</answer>", "It is 5.", "", "😀" * 200_000]
-
     async with scorer_of(*verifiers, num_processes=2) as scorer:
         await scorer.start()
-        good, bare, empty, huge = await asyncio.gather(*(scorer.score(sample(response)) for response in responses))
+        good, bare, empty, huge = await score_each(scorer, *map(sample, responses))
     assert good == RewardResult(2.25, True, "5", {"math/score": 1.0, "format/score": 1.0, "format_2/score": 1.0})
     assert bare == RewardResult(1.5, True, "5", {"math/score": 1.0, "format/score": -1.0, "format_2/score": 0.0})
     assert empty == huge == RewardResult(-0.5, False, None, {"math/score": 0, "format/score": -1, "format_2/score": 0})
 
 
 def test_texts_are_kept_and_a_score_alone_says_nothing_about_the_answer():
-    def verdict_of(*verifiers):
-        async def run():
-            async with scorer_of(*verifiers) as scorer:
-                return await scorer.score(sample("no answer"))
-
-        return asyncio.run(run())
-
-    custom = {"name": "custom", "args": {"path": "tests.support.scoring:score_and_say_why"}}
-    verdict = verdict_of(custom)
+    own, given = custom("score_and_say_why"), sample("no answer")
+    verdict = score(given, own)
     assert verdict.parts == {"custom/score": 0.5, "custom/length": 9.0} and verdict.valid is None
     assert verdict.notes == {"custom/why": "too short"}
-    assert verdict_of({"name": "gsm8k"}, custom).valid is False
-    assert verdict_of({**custom, "decides": True}, {"name": "gsm8k"}).valid is None
+    assert score(given, {"name": "gsm8k"}, own).valid is False
+    assert score(given, {**own, "decides": True}, {"name": "gsm8k"}).valid is None
 
 
 @pytest.mark.parametrize(
@@ -144,13 +145,10 @@ def test_who_decides(verifiers, correct, answer):
     [
         ([{"name": "gsm8k"}], 1.0),
         ([{"name": "math", "weight": 2.0}, {"name": "format", "weight": 0.5, "args": {"score": 0.2}}], 2.1),
-        ([{"name": "multiple_choice"}, {"name": "length", "args": {"min_tokens": 1, "max_tokens": 9}}], 1.0),
-        (
-            [{"name": "instruction"}, {"name": "length", "args": {"min_tokens": 1, "max_tokens": 9, "penalty": 0.5}}],
-            1.5,
-        ),
+        ([{"name": "multiple_choice"}, {"name": "length", "args": LENGTHS}], 1.0),
+        ([{"name": "instruction"}, {"name": "length", "args": LENGTHS | {"penalty": 0.5}}], 1.5),
         ([{"name": "math"}, {"name": "format", "weight": -1.0}], None),
-        ([{"name": "math"}, {"name": f"{__name__}:Fake"}], None),
+        ([{"name": "math"}, {"name": FAKE}], None),
     ],
 )
 def test_the_best_reward_is_known_where_all_verifiers_say_theirs(verifiers, best):
@@ -158,70 +156,49 @@ def test_the_best_reward_is_known_where_all_verifiers_say_theirs(verifiers, best
     assert found is best if best is None else found == pytest.approx(best)
 
 
-def test_verifiers_work_side_by_side_and_samples_up_to_the_limit():
-    async def run():
-        async with scorer_of(fake(seconds=0.2), fake(seconds=0.2), max_concurrency=3) as scorer:
-            begin = time.monotonic()
-            await asyncio.gather(*(scorer.score(sample()) for _ in range(6)))
-            return time.monotonic() - begin, [verifier.most for verifier in scorer._others.values()]
-
-    seconds, most = asyncio.run(run())
-    assert most == [3, 3] and 0.4 <= seconds < 1.0
+async def test_verifiers_work_side_by_side_and_samples_up_to_the_limit():
+    async with scorer_of(fake(seconds=0.2), fake(seconds=0.2), max_concurrency=3) as scorer:
+        begin = time.monotonic()
+        await score_each(scorer, *[sample()] * 6)
+        assert 0.4 <= time.monotonic() - begin < 1.0
+        assert [verifier.most for verifier in scorer._others.values()] == [3, 3]
 
 
-def test_a_failed_attempt_is_repeated_and_counted():
-    async def run(failures: int):
-        async with scorer_of(fake(failures=failures), fake(), retries=2) as scorer:
-            try:
-                return await scorer.score(sample()), scorer.take_retries(), scorer.take_retries()
-            except RewardError as error:
-                return str(error), scorer.take_retries(), scorer.take_retries()
-
-    verdict, *retries = asyncio.run(run(2))
-    assert verdict.parts["Fake/calls"] == 3.0 and retries == [2, 0]
-    message, *retries = asyncio.run(run(3))
-    assert message == "rewards.maths: Fake failed after 3 attempts: ConnectionError: no route"
-    assert retries == [2, 0]
+async def test_a_failed_attempt_is_repeated_and_counted():
+    async with scorer_of(fake(failures=2), fake(), retries=2) as scorer:
+        assert (await scorer.score(sample())).parts["Fake/calls"] == 3.0
+        assert [scorer.take_retries(), scorer.take_retries()] == [2, 0]
+    async with scorer_of(fake(failures=3), fake(), retries=2) as scorer:
+        with pytest.raises(RewardError) as failed:
+            await scorer.score(sample())
+        assert str(failed.value) == "rewards.maths: Fake failed after 3 attempts: ConnectionError: no route"
+        assert [scorer.take_retries(), scorer.take_retries()] == [2, 0]
 
 
-def test_one_slow_sample_fails_alone():
-    custom = {"name": "custom", "args": {"path": "tests.support.scoring:slow_score"}}
-
-    async def run():
-        async with scorer_of(custom, num_processes=2, timeout=0.5, retries=1) as scorer:
-            await scorer.start()
-            samples = [sample("abc"), sample("slow", seconds=60), *(sample("x" * i) for i in range(8))]
-            results = await asyncio.gather(*(scorer.score(one) for one in samples), return_exceptions=True)
-            return results, scorer.take_retries()
-
-    (first, slow, *others), retries = asyncio.run(run())
+async def test_one_slow_sample_fails_alone():
+    async with scorer_of(custom("slow_score"), num_processes=2, timeout=0.5, retries=1) as scorer:
+        await scorer.start()
+        samples = [sample("abc"), sample("slow", seconds=60), *(sample("x" * i) for i in range(8))]
+        first, slow, *others = await score_each(scorer, *samples)
+        assert scorer.take_retries() == 1
     assert (first.score, first.correct, first.answer) == (3.0, True, "abc")
     assert [verdict.score for verdict in others] == [float(i) for i in range(8)]
     assert isinstance(slow, RewardError)
     assert str(slow) == "rewards.maths: custom failed after 2 attempts: took longer than 0.5 s and was killed"
-    assert retries == 1
 
 
-def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_alone():
-    custom = {"name": "custom", "args": {"path": "tests.support.scoring:judge_lists", "batch": True, "batch_size": 8}}
-
-    async def run(*texts):
-        async with scorer_of(custom, timeout=5, retries=1) as scorer:
-            await scorer.start()
-            results = await asyncio.gather(*(scorer.score(sample(text)) for text in texts), return_exceptions=True)
-            return results, scorer.take_retries()
-
-    good, retries = asyncio.run(run("a", "bb", "ccc"))
-    assert [verdict.score for verdict in good] == [1.0, 2.0, 3.0]
-    assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and retries == 0
-    (first, bad, last), retries = asyncio.run(run("a", "poison", "ccc"))
-    assert (first.score, last.score, retries) == (1.0, 3.0, 3)
-    words = (
-        r"rewards\.maths: custom failed after 2 attempts: ValueError: unreadable \(.*/tests/support/scoring\.py:\d+\)"
-    )
+async def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_alone():
+    lists = custom("judge_lists", batch=True, batch_size=8)
+    async with scorer_of(lists, timeout=5, retries=1) as scorer:
+        await scorer.start()
+        good = await score_each(scorer, *map(sample, ("a", "bb", "ccc")))
+        assert [verdict.score for verdict in good] == [1.0, 2.0, 3.0]
+        assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and scorer.take_retries() == 0
+        first, bad, last = await score_each(scorer, *map(sample, ("a", "poison", "ccc")))
+        assert (first.score, last.score, scorer.take_retries()) == (1.0, 3.0, 3)
+    words = r"rewards\.maths: custom failed after 2 attempts: ValueError: unreadable \(.*/support/scoring\.py:\d+\)"
     assert re.fullmatch(words, str(bad)), "the line of the function that raised"
-    few = config(custom, max_concurrency=4)
-    [problem] = check_rewards(few)
+    [problem] = check_rewards(config(lists, max_concurrency=4))
     assert str(problem).startswith("verifiers.0.args.batch_size: got 8, expected at most max_concurrency = 4")
 
 
@@ -253,32 +230,30 @@ def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
 
 
 async def test_what_took_too_long_may_have_a_score_that_is_counted():
-    custom = {"name": "custom", "args": {"path": "tests.support.scoring:slow_score"}, "weight": 2.0}
-
-    async with scorer_of(custom, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
-        quick, slow = await asyncio.gather(scorer.score(sample("abc")), scorer.score(sample("slow", seconds=60)))
+    own = custom("slow_score") | {"weight": 2.0}
+    async with scorer_of(own, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
+        quick, slow = await score_each(scorer, sample("abc"), sample("slow", seconds=60))
     assert (quick.score, quick.correct) == (2 * 3.0 - 1.0, True)
     assert (quick.parts["custom/timeout"], quick.parts["Fake/timeout"]) == (0.0, 1.0)
     assert (slow.score, slow.correct, slow.parts["custom/timeout"]) == (2 * -1.0 - 1.0, False, 1.0)
 
 
-def test_an_awaited_verifier_has_the_timeout_too():
-    with pytest.raises(RewardError, match=r"Fake failed after 1 attempt: took longer than 0\.1 s"):
-        score(sample(), fake(seconds=5), timeout=0.1, retries=0)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_score_that_is_not_finite_is_an_error(value):
-    with pytest.raises(
-        RewardError, match=r"Fake failed after 1 attempt: score: got (nan|inf), expected a finite number"
-    ):
-        score(sample(), fake(score=value), retries=0)
+@pytest.mark.parametrize(
+    ("verifier", "message"),
+    [
+        (fake(seconds=5), "Fake failed after 1 attempt: took longer than 0.1 s"),
+        (fake(score=float("nan")), "Fake failed after 1 attempt: score: got nan, expected a finite number"),
+        (fake(score=float("inf")), "Fake failed after 1 attempt: score: got inf, expected a finite number"),
+    ],
+)
+def test_an_awaited_verifier_that_is_late_or_gives_no_finite_number_fails(verifier, message):
+    with pytest.raises(RewardError, match=message):
+        score(sample(), verifier, timeout=0.1, retries=0)
 
 
 def test_a_ground_truth_that_a_rule_cannot_use_is_an_error():
-    with pytest.raises(
-        RewardError, match=r"rewards\.maths: gsm8k failed after 2 attempts: ValueError: ground_truth: got"
-    ):
+    words = r"rewards\.maths: gsm8k failed after 2 attempts: ValueError: ground_truth: got"
+    with pytest.raises(RewardError, match=words):
         score(sample("#### 5", truth=None), {"name": "gsm8k"})
 
 
@@ -293,28 +268,25 @@ async def test_context_reaches_the_constructors_that_name_it():
     [
         (
             {"name": "mth"},
-            'verifiers.0.name: got "mth", expected a registered verifier or package.module:Class (did you mean math?)',
+            '0.name: got "mth", expected a registered verifier or package.module:Class (did you mean math?)',
         ),
         ({"name": "no.such:Thing"}, "expected a class that can be imported"),
         ({"name": "collections:Counter"}, "expected a subclass of roll.rewards.Verifier"),
         (
-            {"name": "format", "args": {"patern": "x"}},
-            'verifiers.0.args.patern: got "x", expected no such key (did you mean pattern?)',
+            {"name": "format", "args": {"patern": 1}},
+            "0.args.patern: got 1, expected no such key (did you mean pattern?)",
         ),
-        ({"name": "format", "args": {"score": "1"}}, 'verifiers.0.args.score: got "1", expected float'),
-        ({"name": "format", "args": {"penalty": 1.0}}, "verifiers.0.args.penalty: got 1.0, expected float, at most 0"),
+        ({"name": "format", "args": {"score": "1"}}, '0.args.score: got "1", expected float'),
+        ({"name": "format", "args": {"penalty": 1.0}}, "0.args.penalty: got 1.0, expected float, at most 0"),
         ({"name": "gsm8k", "args": {"method": "loose"}}, "expected one of: strict, flexible"),
-        ({"name": "custom"}, "verifiers.0.args.path: got nothing, expected str"),
-        (
-            {"name": "instruction", "args": {"constraints": [{"kind": "x"}]}},
-            'verifiers.0.args.constraints.0.kind: got "x"',
-        ),
+        ({"name": "custom"}, "0.args.path: got nothing, expected str"),
+        ({"name": "instruction", "args": {"constraints": [{"kind": "x"}]}}, '0.args.constraints.0.kind: got "x"'),
         ({"name": "format", "decides": False}, 'verifiers: got ["format"], expected at least one that may decide'),
     ],
 )
 def test_what_is_wrong_is_told_before_the_run(verifier, message):
-    problems = list(check_rewards(config(verifier)))
-    assert len(problems) == 1 and message in str(problems[0])
+    [problem] = check_rewards(config(verifier))
+    assert problem.path.startswith("verifiers") and message in str(problem)
     with pytest.raises(ValueError, match=r"rewards\.maths\.verifiers"):
         DomainScorer("maths", config(verifier))
 

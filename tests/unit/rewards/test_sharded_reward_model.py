@@ -2,11 +2,11 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from roll.configs.loader import derive
-from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.problems import ConfigErrors
 from roll.configs.rewards import RewardConfig
 from roll.models.tiny import make_tokenizer
 from roll.rewards import reward_model as device_classifiers
 from roll.rewards.classifiers import RewardModelConfig
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import check_rewards
-from roll.rewards.types import RewardError, RewardResult
-from tests.unit.rewards.test_reward_model import SAMPLES, SHAPE, llama, qwen, save, score_all
+from roll.rewards.types import RewardError, Sample
+from tests.support.processes import ended, gone
+from tests.unit.rewards.test_reward_model import SAMPLES, SHAPE, closing, llama, qwen, save, scores, verifier_of
 
 __all__ = ["llama", "qwen"]  # fixtures
 
@@ -45,9 +46,7 @@ def make(name: str, folder: Path, **fields: Any) -> Path:
 
 
 def sharded(folder: Path, **args: Any) -> RewardModelVerifier:
-    return RewardModelVerifier(
-        RewardModelConfig(**{"model_path": str(folder), "device": "cpu", "tensor_parallel_size": 2, **args})
-    )
+    return verifier_of(folder, **{"tensor_parallel_size": 2, **args})
 
 
 def pids(verifier: RewardModelVerifier) -> list[int]:
@@ -56,39 +55,32 @@ def pids(verifier: RewardModelVerifier) -> list[int]:
 
 
 def running(process_ids: Iterable[int]) -> list[int]:
-    """Those of the processes that are there and no zombies."""
-    found = []
-    for pid in process_ids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            continue
-        found += [pid] if state != "Z" else []
-    return found
+    return [pid for pid in process_ids if not ended(pid)]
 
 
-def values(verdicts: Iterable[RewardResult]) -> list[float]:
-    return [verdict.score for verdict in verdicts]
+def close_to(whole: list[float], tolerance: float = 1e-5) -> Any:
+    return pytest.approx(whole, abs=tolerance)
 
 
-def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_others(llama):
-    async def run() -> tuple[list[RewardResult], list[RewardResult], list[int]]:
-        verifier = sharded(llama, label=1)
-        try:
-            first = await asyncio.gather(*map(verifier.score, SAMPLES))
-            ranks = pids(verifier)
-            await verifier.offload()
-            waiting = asyncio.gather(*map(verifier.score, SAMPLES))
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            await verifier.onload()
-            return first, await waiting, ranks
-        finally:
-            await verifier.close()
+async def score_each(verifier: RewardModelVerifier, samples: Sequence[Sample] = SAMPLES) -> list[float]:
+    return [verdict.score for verdict in await asyncio.gather(*map(verifier.score, samples))]
 
-    whole = values(score_all(llama, label=1))
-    before, after, ranks = asyncio.run(run())
-    assert values(before) == pytest.approx(whole, abs=1e-5) and values(after) == pytest.approx(whole, abs=1e-5)
+
+async def score_while_away(verifier: RewardModelVerifier, samples: Sequence[Sample] = SAMPLES) -> list[float]:
+    await verifier.offload()
+    waiting = asyncio.create_task(score_each(verifier, samples))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await verifier.onload()
+    return await waiting
+
+
+async def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_others(llama):
+    whole = await asyncio.to_thread(scores, llama, label=1)
+    async with closing(sharded(llama, label=1)) as verifier:
+        before, ranks = await score_each(verifier), pids(verifier)
+        after = await score_while_away(verifier)
+    assert before == close_to(whole) and after == close_to(whole)
     assert len(ranks) == 2 and not running(ranks)
 
 
@@ -96,51 +88,37 @@ def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_othe
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_are_divided_in_other_ways(family, tmp_path):
     folder = make(family, tmp_path, **FAMILIES[family])
-    whole = values(score_all(folder))
-    assert values(score_all(folder, tensor_parallel_size=2)) == pytest.approx(whole, abs=1e-5)
-    if family == "GPTNeoXConfig":
-        assert values(score_all(folder, tensor_parallel_size=4)) == pytest.approx(whole, abs=1e-5)
+    for size in (2, 4) if family == "GPTNeoXConfig" else (2,):
+        assert scores(folder, tensor_parallel_size=size) == close_to(scores(folder))
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen):
-    async def run() -> list[RewardResult]:
-        verifier = sharded(qwen)
-        try:
-            await verifier.start()
-            first = pids(verifier)
-            os.kill(first[1], signal.SIGKILL)
-            with pytest.raises(RewardError, match=r"rank 1 of the 2 of the reward model: its process died \(SIGKILL\)"):
-                await verifier.score(SAMPLES[0])
-            assert not running(first)
-            verdicts = await asyncio.gather(*map(verifier.score, SAMPLES))
-            os.kill(pids(verifier)[0], signal.SIGKILL)
-            await verifier.offload()  # nobody fails for it: it is told, and the next batch starts them
-            await verifier.onload()
-            again = await verifier.score(SAMPLES[0])
-            assert again.score == pytest.approx(verdicts[0].score, abs=1e-5)
-            return verdicts
-        finally:
-            await verifier.close()
-
-    assert values(asyncio.run(run())) == pytest.approx(values(score_all(qwen)), abs=1e-5)
+async def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen):
+    async with closing(sharded(qwen)) as verifier:
+        await verifier.start()
+        first = pids(verifier)
+        os.kill(first[1], signal.SIGKILL)
+        with pytest.raises(RewardError, match=r"rank 1 of the 2 of the reward model: its process died \(SIGKILL\)"):
+            await verifier.score(SAMPLES[0])
+        assert not running(first)
+        found = await score_each(verifier)
+        os.kill(pids(verifier)[0], signal.SIGKILL)
+        await verifier.offload()  # nobody fails for it: it is told, and the next batch starts them
+        await verifier.onload()
+        assert await score_each(verifier, SAMPLES[:1]) == close_to(found[:1])
+    assert found == close_to(await asyncio.to_thread(scores, qwen))
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_a_failure_too(qwen, monkeypatch):
+async def test_a_rank_that_hangs_is_a_failure_too(qwen, monkeypatch):
     monkeypatch.setattr(device_classifiers, "PASS_TIMEOUT", 2.0)
-
-    async def run() -> list[int]:
-        verifier = sharded(qwen)
+    async with closing(sharded(qwen)) as verifier:
         await verifier.start()
         ranks = pids(verifier)
         os.kill(ranks[1], signal.SIGSTOP)
         with pytest.raises(RewardError, match=r"rank 0, 1 of the 2 of the reward model took longer than 2 s"):
             await verifier.score(SAMPLES[0])
-        await verifier.close()
-        return ranks
-
-    assert not running(asyncio.run(run()))
+    assert not running(ranks)
 
 
 @pytest.mark.slow
@@ -168,14 +146,11 @@ asyncio.run(main())
     assert len(ranks) == 2 and running(ranks) == ranks
     worker.kill()
     worker.wait()
-    deadline = time.monotonic() + 10
-    while running(ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running(ranks) and not list(tmp_path.iterdir()) and set(os.listdir("/dev/shm")) <= before
+    assert all(map(gone, ranks)) and not list(tmp_path.iterdir()) and set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.slow
-def test_what_cannot_be_loaded_is_told_in_words(qwen, tmp_path):
+async def test_what_cannot_be_loaded_is_told_in_words(qwen, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     headless = tmp_path / "headless"
@@ -183,69 +158,44 @@ def test_what_cannot_be_loaded_is_told_in_words(qwen, tmp_path):
     make_tokenizer().save_pretrained(headless)
     odd = make("LlamaConfig", tmp_path, intermediate_size=49)
 
-    async def start(folder: Path) -> str:
-        verifier = sharded(folder)
-        try:
-            with pytest.raises(ValueError) as caught:
+    missing = "rank 0 of the 2 of the reward model: model_path: 1 weights are missing"
+    uneven = "tensor_parallel_size: 2, expected a divisor of 49, the size of model.layers.0.mlp"
+    for folder, told in ((headless, missing), (odd, uneven)):
+        async with closing(sharded(folder)) as verifier:
+            with pytest.raises(ValueError, match=re.escape(told)):
                 await verifier.start()
             assert not running(pids(verifier))
-        finally:
-            await verifier.close()
-        return str(caught.value)
-
-    assert "rank 0 of the 2 of the reward model: model_path: 1 weights are missing" in asyncio.run(start(headless))
-    assert "tensor_parallel_size: 2, expected a divisor of 49, the size of model.layers.0.mlp" in asyncio.run(
-        start(odd)
-    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_it_leaves_its_gpus_and_comes_back(qwen):
-    async def run() -> list[RewardResult]:
-        verifier = sharded(qwen, device="auto")
-        try:
-            before = await verifier.score(SAMPLES[0])
-            await verifier.offload()
-            waiting = asyncio.create_task(verifier.score(SAMPLES[0]))
-            await verifier.onload()
-            return [before, await waiting]
-        finally:
-            await verifier.close()
-
-    whole = score_all(qwen, SAMPLES[:1], device="cuda")[0].score
-    assert values(asyncio.run(run())) == pytest.approx([whole] * 2, abs=1e-3)
-
-
-def problems(folder: Path, **args: Any) -> list[ConfigProblem]:
-    return list(RewardModelConfig(**{"model_path": str(folder), "tensor_parallel_size": 2, **args}).problems())
+async def test_it_leaves_its_gpus_and_comes_back(qwen):
+    async with closing(sharded(qwen, device="auto")) as verifier:
+        found = await score_each(verifier, SAMPLES[:1]) + await score_while_away(verifier, SAMPLES[:1])
+    assert found == close_to(await asyncio.to_thread(scores, qwen, SAMPLES[:1], device="cuda") * 2, 1e-3)
 
 
 def test_what_cannot_be_divided_is_told_before_the_run(qwen, tmp_path):
-    import json
-
     from transformers import BertConfig
 
-    [uneven] = problems(qwen, tensor_parallel_size=4)
-    assert (uneven.path, uneven.got, uneven.expected) == (
-        "tensor_parallel_size",
-        4,
-        "a divisor of num_key_value_heads = 2",
-    )
+    def problems(folder: Path, **args: Any) -> list[str]:
+        return list(
+            map(str, RewardModelConfig(**{"model_path": str(folder), "tensor_parallel_size": 2, **args}).problems())
+        )
+
+    key = "tensor_parallel_size"
+    assert problems(qwen, tensor_parallel_size=4) == [f"{key}: got 4, expected a divisor of num_key_value_heads = 2"]
     BertConfig(hidden_size=32).save_pretrained(tmp_path / "bert")
-    [unplanned] = problems(tmp_path / "bert")
-    assert unplanned.expected == "1: Transformers has no plan for dividing bert"
+    assert problems(tmp_path / "bert") == [f"{key}: got 2, expected 1: Transformers has no plan for dividing bert"]
     [chosen] = problems(qwen, device="cuda:1")
-    assert chosen.path == "device" and "the first ones that are visible" in chosen.expected
-    [served] = problems(qwen, remote={"url": "http://10.0.0.5:8000"})
-    assert (served.path, served.expected) == ("tensor_parallel_size", "no such key with remote: the server decides")
+    assert chosen.startswith("device: ") and "the first ones that are visible" in chosen
+    remote = {"url": "http://10.0.0.5:8000"}
+    assert problems(qwen, remote=remote) == [f"{key}: got 2, expected no such key with remote: the server decides"]
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"task_type": "SEQ_CLS", "base_model_name_or_path": str(qwen)})
-    )
+    (adapter / "adapter_config.json").write_text(f'{{"task_type": "SEQ_CLS", "base_model_name_or_path": "{qwen}"}}')
     (adapter / "adapter_model.safetensors").touch()
-    assert "a whole model with tensor_parallel_size" in [problem.expected for problem in problems(adapter)]
+    assert any(", expected a whole model with tensor_parallel_size" in problem for problem in problems(adapter))
     with pytest.raises(ConfigErrors, match="num_key_value_heads = 2"):
         sharded(qwen, tensor_parallel_size=4)
     assert not problems(qwen)

@@ -3,42 +3,41 @@
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from roll.distributed.weights import deltas
 from roll.distributed.weights.adapters import MergedAdapter
 from roll.distributed.weights.buckets import (
     ALIGNMENT,
-    WeightBucket,
     WeightChecksumError,
     WeightMismatchError,
+    checksum,
     pack_buckets,
     unpack_bucket,
 )
 from roll.distributed.weights.receiver import WeightUpdate
 from roll.models.lora import LoraSpec, matrix_shapes
 from tests.support.contract import weights_of
+from tests.support.sizes import sizes
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
 )
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+MODEL = sizes(50, 32, 48, 2, 2, 2) | {"initializer_range": 0.2}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+CONFIGS = {
+    "tied": Qwen2Config(**MODEL, tie_word_embeddings=True),
+    "untied": Qwen2Config(**MODEL, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**MODEL, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**MODEL, **MOE),
+}
+SPEC = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
 
 
 def as_bytes(tensor: Tensor) -> bytes:
@@ -46,16 +45,17 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_round_trips_bit_for_bit(dtype):
+def test_every_dtype_round_trips_bit_for_bit_whatever_the_layout(dtype):
     torch.manual_seed(0)
-    sources = {
-        "matrix": (torch.randn(7, 5) * 3).to(dtype),
-        "scalar": torch.ones(()).to(dtype),
-        "empty": torch.empty(0, 4).to(dtype),
-        "transposed": (torch.randn(3, 9) * 3).to(dtype).t(),
-        "vector": (torch.randn(13) * 3).to(dtype),
-    }
-    received = dict(item for bucket in pack_buckets(sources.items(), 1 << 20) for item in unpack_bucket(bucket))
+    shapes = {"matrix": (7, 5), "turned": (3, 9), "vector": (13,), "long": (400, 501), "long, turned": (501, 400)}
+    sources = {name: (torch.randn(shape) * 3).to(dtype) for name, shape in shapes.items()}
+    sources |= {name: tensor.t() for name, tensor in sources.items() if "turned" in name}
+    if dtype in (torch.float32, torch.bfloat16):
+        sources["long"][3, 5] = sources["long, turned"][3, 5] = float("nan")
+    sources |= {"scalar": torch.ones(()).to(dtype), "empty": torch.empty(0, 4).to(dtype)}
+    (bucket,) = pack_buckets(sources.items(), 1 << 24)
+    assert bucket.checksum == checksum(bucket.data.copy())
+    received = dict(unpack_bucket(bucket))
     assert list(received) == list(sources)
     for name, tensor in sources.items():
         assert received[name].dtype == dtype
@@ -128,27 +128,35 @@ def test_damage_is_noticed():
         list(unpack_bucket(dataclasses.replace(bucket, outline=unknown)))
 
 
-def pair(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(kind: str) -> list[PreTrainedModel]:
     """Two models of one architecture with different weights."""
-
-    def make(seed: int) -> PreTrainedModel:
+    models = []
+    for seed in (0, 1):
         torch.manual_seed(seed)
-        experts: dict[str, Any] = {"num_key_value_heads": 2, "initializer_range": 0.2}
-        if kind == "mixtral":
-            return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, num_local_experts=4)).eval()
-        if kind == "qwen3_moe":
-            moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, **moe)).eval()
-        return Qwen2ForCausalLM(Qwen2Config(**SIZES, **experts, tie_word_embeddings=kind == "tied")).eval()
-
-    return make(0), make(1)
+        models.append(AutoModelForCausalLM.from_config(CONFIGS[kind]).eval())
+    return models
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "mixtral", "qwen3_moe"])
+def read_only_buckets(model: PreTrainedModel):
+    """As they come through shared memory; a write to them would end the process there."""
+    buckets = list(pack_buckets(weights_of(model).items(), 4096))
+    for bucket in buckets:
+        bucket.data.setflags(write=False)
+    return buckets
+
+
+def unpacked(buckets) -> dict[str, Tensor]:
+    return dict(item for bucket in buckets for item in unpack_bucket(bucket))
+
+
+def take(receiver: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    WeightUpdate(receiver, tensors).apply(tensors)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_an_update_makes_the_receiver_equal_to_the_sender(kind):
     receiver, sender = pair(kind)
-    buckets = pack_buckets(weights_of(sender).items(), 4096)
-    tensors = unpacked(buckets)
+    tensors = unpacked(read_only_buckets(sender))
     update = WeightUpdate(receiver, tensors)
     ids = torch.arange(20)[None]
     with torch.no_grad():
@@ -157,22 +165,6 @@ def test_an_update_makes_the_receiver_equal_to_the_sender(kind):
         assert torch.equal(receiver(ids).logits, before), "nothing may change before apply"
         update.apply(tensors)
         assert torch.equal(receiver(ids).logits, expected)
-
-
-def read_only_buckets(model: PreTrainedModel) -> list[WeightBucket]:
-    """As they come through shared memory; a write to them would end the process there."""
-    buckets = list(pack_buckets(weights_of(model).items(), 4096))
-    for bucket in buckets:
-        bucket.data.setflags(write=False)
-    return buckets
-
-
-def unpacked(buckets: Iterable[WeightBucket]) -> dict[str, Tensor]:
-    return dict(item for bucket in buckets for item in unpack_bucket(bucket))
-
-
-def take(receiver: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    WeightUpdate(receiver, tensors).apply(tensors)
 
 
 def test_what_needs_no_cast_becomes_the_models_without_a_copy_and_is_let_go_at_the_next_update():
@@ -194,12 +186,11 @@ def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are():
     receiver, sender = pair("untied")
     buckets = read_only_buckets(sender)
     before = [bucket.data.tobytes() for bucket in buckets]
-    spec = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
-    adapter = MergedAdapter(receiver, spec)
+    adapter = MergedAdapter(receiver, SPEC)
     take(receiver, unpacked(buckets))
     torch.manual_seed(3)
     for _ in range(2):  # the second in place of the first, not on top of it
-        tensors = {name: torch.randn(shape) for name, shape in matrix_shapes(receiver, spec).items()}
+        tensors = {name: torch.randn(shape) for name, shape in matrix_shapes(receiver, SPEC).items()}
         adapter.apply(tensors)
     layer = "model.layers.1.self_attn.q_proj"
     down, up = (tensors[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
@@ -210,9 +201,7 @@ def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are():
 
 def test_weights_come_to_the_host_once_for_all_adapters(monkeypatch):
     receiver, _ = pair("untied")
-    spec = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
-    adapter, shapes = MergedAdapter(receiver, spec), matrix_shapes(receiver, spec)
-    fetched: list[torch.Tensor] = []
+    adapter, shapes, fetched = MergedAdapter(receiver, SPEC), matrix_shapes(receiver, SPEC), []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: fetched.append(tensor) or tensor)
     for _ in range(3):
         adapter.apply({name: torch.zeros(shape) for name, shape in shapes.items()})
@@ -245,11 +234,8 @@ def test_all_that_does_not_match_is_listed_at_once():
     before = {name: value.clone() for name, value in receiver.state_dict().items()}
     with pytest.raises(WeightMismatchError) as caught:
         WeightUpdate(receiver, weights)
-    for part in (
-        f"missing name {expert}",
-        "model.norm.weight has shape (3,), expected (32,)",
-        "unknown name model.extra",
-    ):
+    shape = "model.norm.weight has shape (3,), expected (32,)"
+    for part in (f"missing name {expert}", shape, "unknown name model.extra"):
         assert part in str(caught.value)
     with pytest.raises(WeightMismatchError, match=r"and [0-9]+ more"):
         WeightUpdate(receiver, {})

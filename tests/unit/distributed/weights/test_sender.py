@@ -2,16 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from roll.distributed.weights import sender
 from roll.distributed.weights.buckets import WeightChecksumError, pack_buckets, unpack_bucket
@@ -33,7 +29,7 @@ class Model:
     def setup(self) -> None:
         pass
 
-    def export_weights(self, bucket_bytes: int, ranks: Sequence[int], *, check: bool) -> Iterator[Any]:
+    def export_weights(self, bucket_bytes, ranks, *, check):
         return pack_buckets([(f"w{n}", weight) for n, weight in enumerate(self.weights)], bucket_bytes, check=check)
 
 
@@ -41,33 +37,29 @@ class Generator:
     """Stands in for a generating worker's actor; its engine copies what it loads, or goes on with the buckets."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, copies: bool) -> None:
-        self._loop, self._copies = loop, copies
+        self._loop, self._copies, self.weights = loop, copies, {}
         self._receiver = WeightReceiver(self._load, "127.0.0.1")
-        self.weights: dict[str, Tensor] = {}
         self.receive_weights = SimpleNamespace(remote=self._receive)
         self._actor_id = SimpleNamespace(hex=lambda: str(id(self)))
 
-    def _receive(self, message: Any, link: Link) -> Future[Any]:
+    def _receive(self, message, link):
         return asyncio.run_coroutine_threadsafe(self._receiver.handle(message, link), self._loop)
 
-    async def _load(self, payload: str, buckets: Any, version: int) -> None:
+    async def _load(self, payload, buckets, version):
         new = {}
         async for bucket in buckets:
             new |= {name: tensor.clone() if self._copies else tensor for name, tensor in unpack_bucket(bucket)}
         self.weights = new
 
-    def values(self) -> list[float]:
-        return [float(tensor.unique()) for tensor in self.weights.values()]
-
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
+def loop(monkeypatch):
     """Of the generators; meanwhile the sender's Ray is ``concurrent.futures``, and holds no objects."""
 
-    def ready(refs: list[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Future[Any]], None]:
+    def ready(refs, num_returns, timeout):
         return list(wait(refs, timeout, FIRST_COMPLETED).done)[:num_returns], None
 
-    def put(value: object) -> None:
+    def put(value):
         raise AssertionError("a bucket goes into the object store, which has no room for a model")
 
     loop = asyncio.new_event_loop()
@@ -83,8 +75,8 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]
 
 
 @pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    worker: Any = object.__new__(workers.TrainWorker)
+def worker(tmp_path, monkeypatch):
+    worker = object.__new__(workers.TrainWorker)
     worker.clock = WorkClock()
     monkeypatch.setattr(workers, "make_strategy", lambda context: Model())
     monkeypatch.setattr(workers, "freeze_startup_objects", lambda: None)
@@ -92,7 +84,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return worker
 
 
-def order(version: int, generators: dict[int, tuple[Generator, Route]], **options: Any) -> TransferRequest:
+def order(version: int, generators: dict[int, tuple[Generator, Route]], **options) -> TransferRequest:
     receivers = [Receiver("infer", r, Link(route, None), each) for r, (each, route) in generators.items()]
     return TransferRequest("weights", version, {0: tuple(receivers)}, BUCKET_BYTES, 20.0, **options)
 
@@ -110,7 +102,7 @@ def test_what_a_trainer_keeps_for_a_replaced_generator_stays_in_memory_that_it_s
         generators[0] = Generator(loop, copies), Route.SHARED_MEMORY
         worker.resend_weights(order(version, {0: generators[0]}, check=False))
         for generator, _ in generators.values():
-            assert generator.values() == expected
+            assert [float(tensor.unique()) for tensor in generator.weights.values()] == expected
         sizes.append(len(worker._sender._pool.ids))
     assert sizes[-1] <= 2 * NUM_BUCKETS, "one set of buckets, or two that take turns where engines live in them"
     worker.send_weights(order(3, generators, check=False))

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, RoleRequest, plan_placement
+from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_placement
 from roll.distributed.weights.buckets import (
     BucketOutline,
     UpdateDigest,
@@ -32,7 +31,7 @@ from roll.distributed.weights.buckets import (
     unpack_bucket,
     verify,
 )
-from roll.distributed.weights.messages import BucketMessage, Close, Lender, Open, Payload, Reply, WeightTransferError
+from roll.distributed.weights.messages import BucketMessage, Close, Lender, Open, Reply, WeightTransferError
 from roll.distributed.weights.receiver import UpdateStream, WeightReceiver
 from roll.distributed.weights.segments import (
     SegmentPool,
@@ -44,7 +43,7 @@ from roll.distributed.weights.segments import (
     plain_gpu_memory,
     share_on_gpu,
 )
-from roll.distributed.weights.sender import Link, Route, TransferRequest, TransferResult, plan_link, plan_routes
+from roll.distributed.weights.sender import Link, Route, TransferResult, plan_link, plan_routes
 from roll.distributed.weights.sync import WeightSync, useless_deltas
 
 SIZES = (0, 16, 4080, 4096, 4112, 3 * 4096, 10_000 * 16)
@@ -88,20 +87,6 @@ def test_the_checksum_sees_moved_lost_and_stale_blocks():
         checksum(np.zeros(17, np.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_long_tensors_arrive_bit_for_bit_whatever_their_layout(dtype, transposed):
-    source = (torch.randn(400, 501) * 3).to(dtype)
-    source = source.t() if transposed else source
-    if dtype.is_floating_point:
-        source[3, 5] = float("nan")
-    (bucket,) = pack_buckets([("a", torch.ones(5)), ("w", source), ("b", torch.ones(7))], 1 << 24)
-    assert bucket.checksum == checksum(bucket.data.copy())
-    received = dict(unpack_bucket(bucket))
-    assert torch.equal(received["w"].view(torch.uint8), source.contiguous().view(torch.uint8))
-    assert received["b"].tolist() == [1.0] * 7
-
-
 def tensors(num: int = 6, size: int = 1000, seed: int = 0) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [(f"w{i}", torch.randn(size, generator=generator)) for i in range(num)]
@@ -123,43 +108,49 @@ def test_a_handle_to_device_memory_is_what_pytorch_rebuilds_a_tensor_from(monkey
     assert dict(zip(names, opened, strict=True)) == sent | {"storage_device": 1}
 
 
+def packed_into(pool, named, **options):
+    with packing_into(pool.allocate):
+        return list(pack_buckets(named, 4096, **options))
+
+
+def segment_of(pool, size, readers=None, **options):
+    """One of the pool's, handed over to readers if there are any."""
+    segment = pool.find(pool.allocate(size, **options))
+    if readers is not None:
+        pool.hand_over(segment, readers)
+    return segment
+
+
 def test_packing_without_a_place_for_it_takes_private_memory():
     pool = SegmentPool()
-    with packing_into(pool.allocate):
-        (inside,) = pack_buckets(tensors(2), 1 << 20)
-    (outside,) = pack_buckets(tensors(2), 1 << 20)
+    (inside,), (outside,) = packed_into(pool, tensors(1)), pack_buckets(tensors(1), 4096)
     assert pool.find(inside.data) is not None and pool.find(outside.data) is None
     assert inside.checksum == outside.checksum
 
 
 def test_segments_are_used_again_once_every_reader_has_let_go():
     pool, readers = SegmentPool(), {"a": SegmentReader(), "b": SegmentReader()}
-    first = pool.find(pool.allocate(64, at_least=8192))
-    assert first is not None and len(first.array) == 8192
+    first = segment_of(pool, 64, readers, at_least=8192)
+    assert len(first.array) == 8192
     first.array[:64] = 7
-    pool.hand_over(first, readers)
     views = {name: reader.read(first.place, 64) for name, reader in readers.items()}
     slices = {name: as_tensor(view)[8:16] for name, view in views.items()}
     views.clear()
     gc.collect()
     assert [reader.take_released() for reader in readers.values()] == [(), ()], "a tensor still refers to the data"
-    second = pool.find(pool.allocate(64, at_least=8192))
-    assert second is not first
+    assert segment_of(pool, 64, at_least=8192) is not first
     for name in ("a", "b"):
         assert slices.pop(name).tolist() == [7] * 8
         gc.collect()
         pool.release(readers[name].take_released(), name)
-    assert pool.find(pool.allocate(64)) is first
+    assert segment_of(pool, 64) is first
     assert len(pool.ids) == 2
 
 
 def test_segments_that_were_never_released_are_used_again_once_their_reader_says_that_it_has_none():
     pool, reader = SegmentPool(), SegmentReader()
-    held, lost, abandoned = (pool.find(pool.allocate(100)) for _ in range(3))
-    assert held is not None and lost is not None and abandoned is not None
+    held, lost, abandoned = (segment_of(pool, 100, readers) for readers in (["it", "another"], ["it"], None))
     held.array[:100] = 3
-    pool.hand_over(held, ["it", "another"])
-    pool.hand_over(lost, ["it"])
     view = reader.read(held.place, 100)
     assert reader.holding == (held.id,)
     pool.abandon_unwritten()
@@ -175,22 +166,16 @@ def test_segments_that_were_never_released_are_used_again_once_their_reader_says
 
 
 def test_the_smallest_segment_that_fits_is_taken_and_little_stays_after_an_update():
-    pool = SegmentPool()
-    sizes = 3 * 4096, 4096, 2 * 4096
-    for segment in [pool.find(pool.allocate(size)) for size in sizes]:
-        assert segment is not None
+    pool, full = SegmentPool(), SegmentPool()
+    for segment in [segment_of(pool, size) for size in (3 * 4096, 4096, 2 * 4096)]:
         pool.hand_over(segment, [])
-    taken = [pool.find(pool.allocate(size)) for size in (4096, 4097, 4096)]
-    assert [len(segment.array) for segment in taken if segment] == [4096, 2 * 4096, 3 * 4096]
-    pool = SegmentPool()
-    segments = [pool.find(pool.allocate(1000)) for _ in range(6)]
-    for segment in segments:
-        assert segment is not None
-        pool.hand_over(segment, [])
-    pool.trim(4, 5000)
-    assert len(pool.ids) == 5
-    pool.trim(2, 10)
-    assert len(pool.ids) == 2
+    assert [len(segment_of(pool, size).array) for size in (4096, 4097, 4096)] == [4096, 2 * 4096, 3 * 4096]
+    for segment in [segment_of(full, 1000) for _ in range(6)]:
+        full.hand_over(segment, [])
+    full.trim(4, 5000)
+    assert len(full.ids) == 5
+    full.trim(2, 10)
+    assert len(full.ids) == 2
 
 
 def test_another_process_reads_a_segment_and_a_killed_writer_leaves_no_file():
@@ -207,7 +192,6 @@ sys.stdin.readline()
 os.kill(os.getpid(), 9)
 """
     writer = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout
     name, path = writer.stdout.readline().split()
     view = SegmentReader().read(SharedMemory(name, path), 1 << 20)
     assert view[:: 1 << 10].tolist() == [5] * 1024 and not view.flags.writeable
@@ -217,32 +201,39 @@ os.kill(os.getpid(), 9)
         assert {entry for entry in set(os.listdir("/dev/shm")) - before if "roll" in entry} == set()
 
 
+LINKS = {
+    "ipc 0": Link(Route.CUDA_IPC, 0),
+    "ipc 1": Link(Route.CUDA_IPC, 1),
+    "broadcast": Link(Route.COLLECTIVE, 0),
+    "gloo": Link(Route.COLLECTIVE, None),
+    "shared": Link(Route.SHARED_MEMORY, None),
+}
+
+
+def placed(kind, trainer, generator, per_worker=1, nodes=2, per_node=2):
+    """The plan with its trainers and its generators; one without devices has one worker."""
+    roles = ("actor_train", trainer, 1), ("actor_infer", generator, per_worker)
+    requests = [RoleRequest(name, devices, each, world_size=None if devices else 1) for name, devices, each in roles]
+    plan = plan_placement(requests, [NodeInfo(str(i), kind, per_node, float(per_node)) for i in range(nodes)])
+    return plan, plan.workers("actor_train"), plan.workers("actor_infer")
+
+
 @pytest.mark.parametrize(
     ("kind", "trainer", "generator", "per_worker", "expected"),
     [
-        ("cpu", (0,), (0,), 1, [(Route.SHARED_MEMORY, None)]),
-        ("cpu", (0,), (1, 2), 1, [(Route.SHARED_MEMORY, None), (Route.COLLECTIVE, None)]),
-        ("cpu", None, (0, 2), 1, [(Route.SHARED_MEMORY, None), (Route.COLLECTIVE, None)]),
-        ("gpu", (0, 1), (0, 1, 2, 3), 1, [(Route.CUDA_IPC, 0)] + 3 * [(Route.COLLECTIVE, 0)]),
-        ("gpu", (1,), (0, 1, 2, 3), 2, [(Route.CUDA_IPC, 1), (Route.COLLECTIVE, 0)]),
-        ("gpu", (0, 1), (2, 3), 2, [(Route.COLLECTIVE, 0)]),
-        ("gpu", (0,), None, 1, [(Route.COLLECTIVE, None)]),
-        ("gpu", (0, 2), None, 1, [(Route.SHARED_MEMORY, None)]),
+        ("cpu", (0,), (0,), 1, ["shared"]),
+        ("cpu", (0,), (1, 2), 1, ["shared", "gloo"]),
+        ("cpu", None, (0, 2), 1, ["shared", "gloo"]),
+        ("gpu", (0, 1), (0, 1, 2, 3), 1, ["ipc 0", "broadcast", "broadcast", "broadcast"]),
+        ("gpu", (1,), (0, 1, 2, 3), 2, ["ipc 1", "broadcast"]),
+        ("gpu", (0, 1), (2, 3), 2, ["broadcast"]),
+        ("gpu", (0,), None, 1, ["gloo"]),
+        ("gpu", (0, 2), None, 1, ["shared"]),
     ],
 )
 def test_the_route_follows_from_the_places(kind, trainer, generator, per_worker, expected):
-    nodes = [NodeInfo(str(i), kind, 2, 2.0) for i in range(2)]  # type: ignore[arg-type]
-    alone = {"world_size": 1}
-    plan = plan_placement(
-        [
-            RoleRequest("actor_train", trainer, **({} if trainer else alone)),
-            RoleRequest("actor_infer", generator, per_worker, **({} if generator else alone)),
-        ],
-        nodes,
-    )
-    sender = plan.workers("actor_train")[0]
-    links = [plan_link(plan, sender, slot) for slot in plan.workers("actor_infer")]
-    assert links == [Link(*pair) for pair in expected]
+    plan, (sender, *_), receivers = placed(kind, trainer, generator, per_worker)
+    assert [plan_link(plan, sender, slot) for slot in receivers] == [LINKS[word] for word in expected]
 
 
 @pytest.mark.parametrize(
@@ -267,32 +258,17 @@ def test_the_route_follows_from_the_places(kind, trainer, generator, per_worker,
     ],
 )
 def test_the_nearest_trainer_serves_a_generator(kind, num_nodes, trainer, generator, per_worker, expected):
-    words = {
-        "ipc 0": Link(Route.CUDA_IPC, 0),
-        "ipc 1": Link(Route.CUDA_IPC, 1),
-        "broadcast": Link(Route.COLLECTIVE, 0),
-        "gloo": Link(Route.COLLECTIVE, None),
-        "shared": Link(Route.SHARED_MEMORY, None),
-    }
-    per_node = 4 if num_nodes == 1 else 2
-    nodes = [NodeInfo(str(i), kind, per_node, float(per_node)) for i in range(num_nodes)]  # type: ignore[arg-type]
-    requests = [RoleRequest("actor_train", trainer), RoleRequest("actor_infer", generator, per_worker)]
-    plan = plan_placement(requests, nodes)
-    routes = plan_routes(plan, plan.workers("actor_train"), plan.workers("actor_infer"))
-    assert routes == {sender: {r: words[w] for r, w in links.items()} for sender, links in expected.items()}
+    routes = plan_routes(*placed(kind, trainer, generator, per_worker, num_nodes, 4 // num_nodes))
+    assert routes == {sender: {r: LINKS[word] for r, word in links.items()} for sender, links in expected.items()}
 
 
 def test_with_deltas_what_is_on_no_gpu_of_a_trainer_gets_its_weights_through_host_memory():
-    nodes = [NodeInfo(str(i), "gpu", 2, 2.0) for i in range(2)]
-    plan = plan_placement([RoleRequest("actor_train", (0,)), RoleRequest("actor_infer", (0, 1, 2))], nodes)
-    roles = plan.workers("actor_train"), plan.workers("actor_infer")
-    assert useless_deltas(plan, *roles, torch.bfloat16) == ""
-    assert "are sent in float32" in useless_deltas(plan, *roles, torch.float32)
-    near = [slot for slot in roles[1] if slot.node in {trainer.node for trainer in roles[0]}]
-    assert "on nodes with a trainer" in useless_deltas(plan, roles[0], near, torch.bfloat16)
-    routes = plan_routes(plan, plan.workers("actor_train"), plan.workers("actor_infer"), deltas=True)
-    ways = (Route.CUDA_IPC, 0), (Route.SHARED_MEMORY, None), (Route.COLLECTIVE, None)
-    assert routes == {0: {rank: Link(*way) for rank, way in enumerate(ways)}}
+    plan, trainers, generators = placed("gpu", (0,), (0, 1, 2))
+    assert useless_deltas(plan, trainers, generators, torch.bfloat16) == ""
+    assert "are sent in float32" in useless_deltas(plan, trainers, generators, torch.float32)
+    assert "on nodes with a trainer" in useless_deltas(plan, trainers, generators[:2], torch.bfloat16)
+    routes = plan_routes(plan, trainers, generators, deltas=True)
+    assert routes == {0: {rank: LINKS[word] for rank, word in enumerate(("ipc 0", "shared", "gloo"))}}
 
 
 class Engine:
@@ -300,13 +276,10 @@ class Engine:
 
     def __init__(self, fail_at: int = -1, stop_at: int = -1, copies: bool = True) -> None:
         self.fail_at, self.stop_at, self.copies = fail_at, stop_at, copies
-        self.weights: dict[str, Tensor] = {}
-        self.version = -1
-        self.error: BaseException | None = None
+        self.weights, self.version, self.error = {}, -1, None
 
-    async def load(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
-        number = 0
-        weights: dict[str, Tensor] = {}
+    async def load(self, payload, buckets, version):
+        number, weights = 0, {}
         try:
             async for bucket in buckets:
                 if number == self.fail_at:
@@ -318,11 +291,7 @@ class Engine:
         except BaseException as error:
             self.error = error
             raise
-        self.weights = weights
-        self.version = version
-
-
-LINK = Link(Route.SHARED_MEMORY, None)
+        self.weights, self.version = weights, version
 
 
 class Sender:
@@ -331,22 +300,21 @@ class Sender:
     def __init__(self, engine: Engine) -> None:
         self.pool = SegmentPool()
         self.receiver = WeightReceiver(engine.load, "127.0.0.1")
-        self.digest = UpdateDigest()
-        self.known: tuple[str, ...] = ()
-        self.number = 0
+
+    async def ask(self, message: Open | BucketMessage | Close) -> Reply:
+        reply = await asyncio.wait_for(self.receiver.handle(message, LINKS["shared"]), 20)
+        self.pool.release(reply.released, "it")
+        return reply
 
     async def open(self, version: int) -> None:
-        self.digest = UpdateDigest()
-        reply = await self.receiver.handle(Open("weights", version, self.pool.ids), LINK)
-        self.pool.release(reply.released, "it")
+        self.digest, self.number = UpdateDigest(), 0
+        reply = await self.ask(Open("weights", version, self.pool.ids))
         self.pool.abandon_unwritten()
         self.pool.reclaim({"it": reply.holding})
         self.known = reply.outlines
-        self.number = 0
 
     def parcel(self, bucket: WeightBucket) -> BucketMessage:
         segment = self.pool.find(bucket.data)
-        assert segment is not None
         self.pool.hand_over(segment, ["it"])
         self.digest.add(bucket)
         self.number += 1
@@ -355,17 +323,14 @@ class Sender:
         return BucketMessage(self.number - 1, key, outline, bucket.checksum, segment.place)
 
     async def send(self, bucket: WeightBucket) -> None:
-        reply = await asyncio.wait_for(self.receiver.handle(self.parcel(bucket), LINK), 20)
-        self.pool.release(reply.released, "it")
+        await self.ask(self.parcel(bucket))
 
     async def send_all(self, version: int, named: list[tuple[str, Tensor]]) -> str | None:
         await self.open(version)
         with packing_into(self.pool.allocate):
             for bucket in pack_buckets(named, 4096):
                 await self.send(bucket)
-        reply = await self.receiver.handle(Close(self.number), LINK)
-        self.pool.release(reply.released, "it")
-        return reply.digest
+        return (await self.ask(Close(self.number))).digest
 
 
 async def test_an_update_arrives_whole_in_few_segments():
@@ -392,32 +357,25 @@ async def test_an_engine_that_lives_in_the_buckets_makes_the_sender_alternate_be
 
 
 async def test_buckets_that_come_out_of_order_are_loaded_in_order():
-    async with asyncio.timeout(20):
-        sender = Sender(engine := Engine())
-        await sender.open(0)
-        named = tensors(5)
-        with packing_into(sender.pool.allocate):
-            parcels = [sender.parcel(bucket) for bucket in pack_buckets(named, 4096)]
-        closing = asyncio.ensure_future(sender.receiver.handle(Close(len(parcels)), LINK))
-        await asyncio.gather(*(sender.receiver.handle(parcel, LINK) for parcel in reversed(parcels)))
-        assert (await closing).digest == sender.digest.hex()
-        assert list(engine.weights) == [name for name, _ in named]
+    sender = Sender(engine := Engine())
+    await sender.open(0)
+    parcels = [sender.parcel(bucket) for bucket in packed_into(sender.pool, tensors(5))]
+    closing = asyncio.ensure_future(sender.ask(Close(len(parcels))))
+    await asyncio.gather(*map(sender.ask, reversed(parcels)))
+    assert (await closing).digest == sender.digest.hex()
+    assert list(engine.weights) == [name for name, _ in tensors(5)]
 
 
 async def test_what_is_behind_a_refused_bucket_is_refused_too():
-    async with asyncio.timeout(20):
-        sender = Sender(engine := Engine())
-        await sender.open(0)
-        with packing_into(sender.pool.allocate):
-            first, second, third, *_ = (sender.parcel(bucket) for bucket in pack_buckets(tensors(), 4096))
-        damaged = replace(second, checksum=second.checksum ^ 1)
-        outcomes = await asyncio.gather(
-            *(sender.receiver.handle(parcel, LINK) for parcel in (third, damaged, first)), return_exceptions=True
-        )
-        assert [type(outcome) for outcome in outcomes] == [RuntimeError, WeightChecksumError, Reply]
-        assert "an earlier bucket of this update was refused" in str(outcomes[0])
-        assert engine.version == -1
-        assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
+    sender = Sender(engine := Engine())
+    await sender.open(0)
+    first, second, third, *_ = map(sender.parcel, packed_into(sender.pool, tensors()))
+    damaged = replace(second, checksum=second.checksum ^ 1)
+    outcomes = await asyncio.gather(*map(sender.ask, (third, damaged, first)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [RuntimeError, WeightChecksumError, Reply]
+    assert "an earlier bucket of this update was refused" in str(outcomes[0])
+    assert engine.version == -1
+    assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
 
 
 async def test_outlines_are_told_once():
@@ -427,8 +385,7 @@ async def test_outlines_are_told_once():
     assert await sender.send_all(2, [("other", torch.ones(3)), *tensors(7)]) == sender.digest.hex()
     assert list(engine.weights) == ["other", *(f"w{i}" for i in range(7))]
     await sender.open(3)
-    with packing_into(sender.pool.allocate):
-        (bucket,) = pack_buckets([("new", torch.ones(1))], 4096)
+    (bucket,) = packed_into(sender.pool, [("new", torch.ones(1))])
     sender.known = (bucket.outline.key,)
     with pytest.raises(RuntimeError, match="a bucket without its outline"):
         await sender.send(bucket)
@@ -438,12 +395,11 @@ async def test_outlines_are_told_once():
 async def test_damage_is_found_where_it_is_looked_for(check):
     sender = Sender(engine := Engine())
     await sender.open(0)
-    with packing_into(sender.pool.allocate):
-        (bucket,) = pack_buckets(tensors(1), 4096, check=check)
+    (bucket,) = packed_into(sender.pool, tensors(1), check=check)
     bucket.data[9] ^= 1
     with pytest.raises(WeightChecksumError) if check else nullcontext():
         await sender.send(bucket)
-        await sender.receiver.handle(Close(1), LINK)
+        await sender.ask(Close(1))
     assert engine.version == (-1 if check else 0)
 
 
@@ -464,12 +420,9 @@ async def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update()
     sender = Sender(engine := Engine())
     assert await sender.send_all(0, tensors())
     await sender.open(1)
-    with packing_into(sender.pool.allocate):
-        first, second, *_ = pack_buckets(tensors(seed=1), 4096)
+    first, second, *_ = packed_into(sender.pool, tensors(seed=1))
     await sender.send(first)
-    segment = sender.pool.find(second.data)
-    assert segment is not None
-    segment.array[9] ^= 1
+    second.data[9] ^= 1
     with pytest.raises(WeightChecksumError, match=r"1 tensors \(w1 …\)"):
         await sender.send(second)
     assert isinstance(engine.error, WeightChecksumError), "the engine is told"
@@ -496,9 +449,7 @@ async def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_fo
 async def test_an_update_that_was_never_closed_is_given_up_at_the_next():
     sender = Sender(engine := Engine())
     await sender.open(0)
-    with packing_into(sender.pool.allocate):
-        bucket, *_ = pack_buckets(tensors(), 4096)
-    await sender.send(bucket)
+    await sender.send(packed_into(sender.pool, tensors())[0])
     await asyncio.sleep(0)
     assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
     assert engine.version == 1
@@ -519,80 +470,61 @@ class RecordingTrainer:
 
     rpc_timeout = None
 
-    def __init__(self, plan: PlacementPlan) -> None:
-        self.placement = SimpleNamespace(plan=plan)
-        self.slots = plan.workers("actor_train")
-        self.checked: list[bool] = []
-        self.deltas: list[bool] = []
+    def __init__(self, plan, slots) -> None:
+        self.placement, self.slots = SimpleNamespace(plan=plan), slots
+        self.sent, self.checked, self.deltas = [], [], []
         self.refused = 0
         """Deltas that are still to be refused."""
-        self.sent: list[tuple[str, str, int, dict[int, list[int]], int | None]] = []
 
-    def call(self, method: str, order: TransferRequest) -> list[TransferResult | None]:
+    def call(self, method, order):
         receivers = {sender: [each.rank for each in served] for sender, served in order.receivers.items()}
-        self.sent.append((method, order.payload, order.version, receivers, order.keeper))
+        self.sent.append((method, order.payload, order.version, receivers[0], order.keeper))
         self.checked.append(order.check)
         self.deltas.append(order.deltas)
+        assert receivers.keys() == {0}
         if order.deltas and self.refused:
             self.refused -= 1
             raise WeightTransferError(order.role, 1, order.payload, order.version, "WeightChecksumError")
-        return [TransferResult("d", dict.fromkeys(ranks, "d"), {}, 0, 1.0, 30, 70) for ranks in receivers.values()] + [
-            None
-        ]
+        return [TransferResult("d", dict.fromkeys(receivers[0], "d"), {}, 0, 1.0, 30, 70), None]
 
-    def call_rank(self, rank: int, method: str, order: TransferRequest) -> TransferResult | None:
+    def call_rank(self, rank, method, order):
         assert rank == 0
         return self.call(method, order)[0]
 
 
 def recorded_sync(num_nodes: int = 1, **options: bool) -> tuple[WeightSync, RecordingTrainer]:
-    nodes = [NodeInfo(str(node), "cpu", 2 // num_nodes, 2.0) for node in range(num_nodes)]
-    plan = plan_placement([RoleRequest("actor_train", (0,)), RoleRequest("actor_infer", (0, 1))], nodes)
-    trainer = RecordingTrainer(plan)
-    generator: Any = SimpleNamespace(
-        name="actor_infer", ranks=[0, 1], slots=plan.workers("actor_infer"), handles=[None, None]
-    )
-    updates = WeightSync(trainer, generator, bucket_bytes=1 << 20, **options)  # type: ignore[arg-type]
-    return updates, trainer
+    plan, trainers, generators = placed("cpu", (0,), (0, 1), nodes=num_nodes, per_node=2 // num_nodes)
+    trainer = RecordingTrainer(plan, trainers)
+    generator = SimpleNamespace(name="actor_infer", ranks=[0, 1], slots=generators, handles=[None, None])
+    return WeightSync(trainer, generator, bucket_bytes=1 << 20, **options), trainer
 
 
-def test_before_the_first_sync_a_replaced_generator_keeps_what_it_loaded():
-    updates, trainer = recorded_sync()
+@pytest.mark.parametrize("trains_between", [False, True])
+def test_a_replaced_generator_gets_what_was_sent_last_also_of_a_trainer_that_moves_on(trains_between):
+    updates, trainer = recorded_sync(trains_between=trains_between)
     updates.restore(1)
-    assert trainer.sent == []
+    assert trainer.sent == [], "before the first update it keeps what it has loaded"
     updates.sync(3)
     updates.restore(1)
-    assert trainer.sent == [
-        ("send_weights", "weights", 3, {0: [0, 1]}, None),
-        ("send_weights", "weights", 3, {0: [1]}, None),
-    ]
+    again, keeper = ("resend_weights", 0) if trains_between else ("send_weights", None)
+    assert trainer.sent == [("send_weights", "weights", 3, [0, 1], keeper), (again, "weights", 3, [1], None)]
 
 
-def test_the_first_update_of_every_generator_is_checked():
-    updates, trainer = recorded_sync()
+@pytest.mark.parametrize(
+    ("options", "checked"),
+    [
+        ({}, [True, False, False, True, False]),
+        ({"adapter_only": True}, [True, True, False, False, True, True, False]),  # the base, the adapter, ...
+        ({"check": True}, [True] * 5),
+    ],
+)
+def test_the_first_update_of_every_generator_is_checked(options, checked):
+    updates, trainer = recorded_sync(**options)
     for version in range(3):
         updates.sync(version)
     updates.restore(1)
     updates.sync(3)
-    assert trainer.checked == [True, False, False, True, False]
-    updates, trainer = recorded_sync(adapter_only=True)
-    for version in range(2):
-        updates.sync(version)
-    assert trainer.checked == [True, True, False], "the base, the adapter, the adapter"
-    updates, trainer = recorded_sync(check=True)
-    for version in range(3):
-        updates.sync(version)
-    assert trainer.checked == [True] * 3
-
-
-def test_a_trainer_that_moves_on_keeps_what_it_sent():
-    updates, trainer = recorded_sync(trains_between=True)
-    updates.sync(3)
-    updates.restore(0)
-    assert trainer.sent == [
-        ("send_weights", "weights", 3, {0: [0, 1]}, 0),
-        ("resend_weights", "weights", 3, {0: [0]}, None),
-    ]
+    assert trainer.checked == checked
 
 
 def test_deltas_are_kept_and_checked_where_a_generator_is_elsewhere_and_a_refused_one_is_sent_as_a_whole(caplog):
@@ -605,11 +537,8 @@ def test_deltas_are_kept_and_checked_where_a_generator_is_elsewhere_and_a_refuse
         updates.sync(version)
     updates.restore(0)
     updates.restore(1)
-    assert [(receivers, keeper) for *_, receivers, keeper in trainer.sent] == [
-        *3 * [({0: [0, 1]}, 0)],
-        ({0: [0]}, None),
-        ({0: [1]}, 0),
-    ]
+    told = [(receivers, keeper) for *_, receivers, keeper in trainer.sent]
+    assert told == [([0, 1], 0), ([0, 1], 0), ([0, 1], 0), ([0], None), ([1], 0)]
     assert trainer.checked == [True] * 5 and trainer.deltas == [True, True, False, False, True]
     assert "actor_infer rank 1 did not accept weights of version 1: WeightChecksumError. The weights are" in caplog.text
     assert updates.take_metrics() == {"weight_update/sent_gb": 120e-9, "weight_update/sent_share": 0.3}
@@ -623,29 +552,25 @@ def test_with_lora_the_base_goes_once_to_each_generator_and_then_the_adapter_alo
     updates.sync(1)
     updates.restore(1)
     updates.sync(2)
-    again = "resend_weights" if trains_between else "send_weights"
+    again, keeper = ("resend_weights", 0) if trains_between else ("send_weights", None)
     assert trainer.sent == [
-        ("send_weights", "weights", 0, {0: [0, 1]}, None),
-        ("send_weights", "adapter", 0, {0: [0, 1]}, 0 if trains_between else None),
-        ("send_weights", "adapter", 1, {0: [0, 1]}, 0 if trains_between else None),
-        ("send_weights", "weights", 1, {0: [1]}, None),
-        (again, "adapter", 1, {0: [1]}, None),
-        ("send_weights", "adapter", 2, {0: [0, 1]}, 0 if trains_between else None),
+        ("send_weights", "weights", 0, [0, 1], None),
+        ("send_weights", "adapter", 0, [0, 1], keeper),
+        ("send_weights", "adapter", 1, [0, 1], keeper),
+        ("send_weights", "weights", 1, [1], None),
+        (again, "adapter", 1, [1], None),
+        ("send_weights", "adapter", 2, [0, 1], keeper),
     ]
 
 
 def test_what_lies_in_shared_memory_is_lent_where_it_lies_until_all_have_given_it_back():
-    pool, lender = SegmentPool(), Lender()
-    with packing_into(pool.allocate):
-        (bucket,) = pack_buckets([("w", torch.arange(100.0))], 4096)
+    pool, lender, reader = SegmentPool(), Lender(), SegmentReader()
+    (bucket,) = packed_into(pool, tensors(1))
     segment = pool.find(bucket.data)
-    assert segment is not None
     pool.hand_over(segment, ["the worker"])
-    reader = SegmentReader()
-    place = lender.lend(
-        replace(bucket, data=reader.read(segment.place, len(bucket.data)), place=segment.place), ["0", "1"]
-    )
-    assert place == segment.place and lender.segments == [segment.id]
+    received = replace(bucket, data=reader.read(segment.place, len(bucket.data)), place=segment.place)
+    assert lender.lend(received, ["0", "1"]) == segment.place and lender.segments == [segment.id]
+    del received
     lender.take_back([segment.id], "0")
     assert reader.take_released() == (), "another still reads it"
     lender.take_back([segment.id], "1")
@@ -669,43 +594,46 @@ def test_what_no_other_process_could_map_is_copied_into_memory_that_is_used_agai
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5, 1)}
 
 
-def on_host(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[WeightBucket]:
-    return list(pack_buckets([(name, torch.ones(shape)) for name, shape in shapes.items()], 64))
-
-
-def on_device(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[WeightBucket]:
-    """As they come through CUDA IPC or nccl, on a device that every machine has."""
-    data = torch.empty(64, dtype=torch.uint8, device="meta")
-    outlines = [BucketOutline((name,), ("float32",), (shape,)) for name, shape in shapes.items()]
-    return [WeightBucket(outline, data, 0, checked=True) for outline in outlines]
-
-
-def check(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    if tensors.keys() != SHAPES.keys():
-        raise WeightMismatchError("other names")
-    return {name: f"engine.{name}" for name in tensors}
-
-
 class Source:
     """Buckets, and how many of them were asked for."""
 
-    def __init__(self, buckets: Iterable[WeightBucket]) -> None:
-        self.buckets, self.given = list(buckets), 0
+    def __init__(self, buckets: list[WeightBucket]) -> None:
+        self.buckets, self.given = buckets, 0
 
-    async def __aiter__(self) -> AsyncIterator[WeightBucket]:
+    @classmethod
+    def on_host(cls, shapes=SHAPES):
+        return cls(list(pack_buckets([(name, torch.ones(shape)) for name, shape in shapes.items()], 64)))
+
+    @classmethod
+    def on_device(cls, shapes=SHAPES):
+        """As they come through CUDA IPC or nccl, on a device that every machine has."""
+        data = torch.empty(64, dtype=torch.uint8, device="meta")
+        outlines = [BucketOutline((name,), ("float32",), (shape,)) for name, shape in shapes.items()]
+        return cls([WeightBucket(outline, data, 0, checked=True) for outline in outlines])
+
+    async def __aiter__(self):
         for bucket in self.buckets:
             self.given += 1
             yield bucket
 
 
-async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come():
-    stream = UpdateStream(check)
+@pytest.fixture
+def stream():
+    def check(tensors):
+        if tensors.keys() != SHAPES.keys():
+            raise WeightMismatchError("other names")
+        return {name: f"engine.{name}" for name in tensors}
+
+    return UpdateStream(check)
+
+
+async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come(stream):
     for _ in range(2):  # through host memory, always
-        source = Source(on_host())
+        source = Source.on_host()
         buckets, names = await stream.open(aiter(source))
         assert source.given == 3 and names == {name: f"engine.{name}" for name in SHAPES}
         assert [bucket.outline.names async for bucket in buckets] == [("a",), ("b",), ("c",)]
-    source = Source(on_device())
+    source = Source.on_device()
     buckets, names = await stream.open(aiter(source))
     assert source.given == 1 and names["c"] == "engine.c"
     for number in range(1, 4):
@@ -723,24 +651,22 @@ async def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_
         ({"a": (2, 3), "b": (4,), "c": (5, 1), "d": (1,)}, "d has shape"),
     ],
 )
-async def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(shapes, message):
+async def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(stream, shapes, message):
+    await stream.open(aiter(Source.on_host()))
     with pytest.raises(WeightMismatchError, match=message):
-        stream = UpdateStream(check)
-        await stream.open(aiter(Source(on_host())))
-        buckets, _ = await stream.open(aiter(Source(on_device(shapes))))
+        buckets, _ = await stream.open(aiter(Source.on_device(shapes)))
         async for _ in buckets:
             pass
 
 
-async def test_a_first_update_that_is_refused_or_damaged_teaches_nothing():
-    stream = UpdateStream(check)
+async def test_a_first_update_that_is_refused_or_damaged_teaches_nothing(stream):
     with pytest.raises(WeightMismatchError, match="other names"):
-        await stream.open(aiter(Source(on_host({"a": (1,)}))))
-    damaged = on_host()
-    damaged[1].data[0] ^= 1
+        await stream.open(aiter(Source.on_host({"a": (1,)})))
+    damaged = Source.on_host()
+    damaged.buckets[1].data[0] ^= 1
     with pytest.raises(WeightChecksumError):
-        await stream.open(aiter(Source(damaged)))
-    _, names = await stream.open(aiter(Source(on_host())))
+        await stream.open(aiter(damaged))
+    _, names = await stream.open(aiter(Source.on_host()))
     assert names.keys() == SHAPES.keys()
 
 
