@@ -1,7 +1,6 @@
 """Masks, sample weights, Clip-Cov's choice and PF-PPO's draw, against loops and counted frequencies."""
 
 import statistics
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -18,11 +17,12 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import (
     Episode,
-    Token,
-    Turn,
+    by_group,
     by_token,
     context,
+    lone,
     make_batch,
+    played,
     random_episodes,
     to_batch,
 )
@@ -41,11 +41,8 @@ def sampled_rows(episodes: list[Episode], history: bool) -> list[tuple[Episode, 
 
 
 def group_means(episodes: list[Episode]) -> dict[int, float]:
-    scores = defaultdict(list)
-    for e in episodes:
-        if any(turn.sampled for turn in e.turns):
-            scores[e.group].append(e.score)
-    return {group: statistics.mean(members) for group, members in scores.items()}
+    groups = by_group(played(episodes)).items()
+    return {group: statistics.mean(e.score for e in members) for group, members in groups}
 
 
 def stretch(value: float, values: list[float]) -> float:
@@ -88,17 +85,10 @@ def test_groups_outside_the_bounds_of_difficulty_are_masked(seed, history, low, 
     assert metrics["actor/difficulty_masked_frac"] == pytest.approx(1 - len(kept) / total if total else 0.0)
 
 
-def lone(group: int, token: int, reward: float, tokens: int = 1) -> Episode:
-    return Episode(group, 0, [Turn([Token(100 * token + i, True, 0, 0, 0, 0) for i in range(tokens)], reward, 0)])
-
-
-def test_bounds_of_difficulty_do_not_belong_to_the_interval():
+def test_bounds_of_difficulty_do_not_belong_to_the_interval_and_only_failed_samples_may_be_too_long():
     batch = to_batch([lone(0, 0, 0.0), lone(1, 1, 1.0), lone(2, 2, 0.0), lone(2, 3, 1.0)], history=False)
     out, _ = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True).parts, seed=0)
     assert out.loss_mask_T.tolist() == [False, False, True, True]
-
-
-def test_only_failed_samples_may_be_too_long():
     episodes = [lone(0, 0, 1.0, 3), lone(0, 1, 0.0, 3), lone(0, 2, 0.0, 2), lone(0, 3, -1.0, 4)]
     batch = to_batch(episodes, history=False)
     config = AlgorithmConfig(error_max_len_clip=True, error_max_len_threshold=2)
@@ -167,18 +157,24 @@ def test_samples_masked_for_all_are_as_if_never_played(seed, history, difficulty
 COVARIANCE = {"pg_variant": "clip_cov", "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
 
 
+def covariances(batch: Batch) -> dict[int, float]:
+    """Of advantage and log-probability, for each sampled token."""
+    on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
+    adv, lp = batch.advantages_T.tolist(), batch.old_logprobs_T.tolist()
+    mean_adv, mean_lp = (sum(column[i] for i in on) / max(1, len(on)) for column in (adv, lp))
+    return {i: (adv[i] - mean_adv) * (lp[i] - mean_lp) for i in on}
+
+
 @examples(40)
 @given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
 def test_clip_cov_takes_out_tokens_of_high_covariance(seed, share):
     batch, _ = make_batch(seed, max_episodes=20)
     config = AlgorithmConfig(**COVARIANCE, clip_cov_ratio=share)
     out, metrics = select_for_policy(batch, config.parts, seed=1)
-    on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
+    on = covariances(batch)
     if not on:
         return
-    adv, lp = batch.advantages_T.tolist(), batch.old_logprobs_T.tolist()
-    mean_adv, mean_lp = statistics.mean(adv[i] for i in on), statistics.mean(lp[i] for i in on)
-    candidates = {i for i in on if 0.2 < (adv[i] - mean_adv) * (lp[i] - mean_lp) < 1.5}
+    candidates = {i for i in on if 0.2 < on[i] < 1.5}
     chosen = {i for i in on if out.weights_T[i] == 0}
     assert chosen <= candidates
     assert len(chosen) == min(len(candidates), max(1, int(share * len(on))))
@@ -191,12 +187,10 @@ def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed, share):
     batch, _ = make_batch(seed, max_episodes=20)
     config = AlgorithmConfig(pg_variant="kl_cov", kl_cov_ratio=share)
     out, metrics = select_for_policy(batch.replace(marked_T=None), config.parts, seed=1)
-    on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
+    on = covariances(batch)
     if not on:
         return
-    adv, lp = batch.advantages_T.tolist(), batch.old_logprobs_T.tolist()
-    mean_adv, mean_lp = statistics.mean(adv[i] for i in on), statistics.mean(lp[i] for i in on)
-    ranked = sorted(on, key=lambda i: (adv[i] - mean_adv) * (lp[i] - mean_lp), reverse=True)
+    ranked = sorted(on, key=on.__getitem__, reverse=True)
     count = max(1, int(share * len(on)))
     assert set(out.marked_T.nonzero().squeeze(1).tolist()) == set(ranked[:count])
     assert metrics["actor/kl_cov_frac"] == pytest.approx(count / len(on))
@@ -274,7 +268,7 @@ EVERY_OPTION: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("keys", EVERY_OPTION, ids=str)
 def test_a_batch_without_sampled_tokens_stays_without(keys):
-    batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
+    batch = to_batch([lone(0, 0, 0.0, sampled=False)], history=False)
     batch = batch.replace(advantages_T=torch.zeros(1), truncated_B=torch.tensor([True]))
     out, metrics = select_for_policy(batch, AlgorithmConfig(**keys).parts, seed=0)
     assert not out.loss_mask_T.any() and all(abs(value) <= 1 for value in metrics.values())
@@ -300,7 +294,7 @@ def test_a_missing_column_is_named(keys, column):
 
 
 def test_scores_that_are_not_finite_are_refused():
-    batch: Batch = make_batch(1)[0]
+    batch, _ = make_batch(1)
     bad = batch.replace(scores_B=batch.scores_B * torch.nan)
     for key in ("difficulty_mask", "use_pf_ppo"):
         with pytest.raises(ValueError, match=r"scores_B: .* nan in sequence 0"):
@@ -310,7 +304,7 @@ def test_scores_that_are_not_finite_are_refused():
 @pytest.mark.parametrize("column", ["advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_the_losses_read_must_be_finite(column, bad):
-    batch: Batch = make_batch(1)[0]
+    batch, _ = make_batch(1)
     values = getattr(batch, column).clone()
     values[-1] = bad
     with pytest.raises(ValueError, match=rf"Batch.{column}: 1 of \d+ values are not finite"):
