@@ -524,52 +524,39 @@ def loss_of(mode: LossAggMode, sft: bool) -> LossFn:
     return build_sft_loss(mode) if sft else build_policy_loss(AlgorithmConfig(loss_agg_mode=mode))
 
 
-def assert_same_gradient(loss_fn: LossFn, whole: Batch, branched: Batch) -> None:
-    if not whole.loss_mask_T.any():
-        return
+REJECTING = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
+
+
+def prepared(kind: str, mode: LossAggMode, batch: Batch) -> tuple[LossFn, Batch]:
+    """A loss, and what it reads beside the scores."""
+    cosines_T = torch.cos(batch.tokens_T.double())
+    if kind == "masked":
+        config = AlgorithmConfig(loss_agg_mode=mode, train_infer_correction=REJECTING)
+        rewarded = batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T)
+        return build_policy_loss(config), select_for_policy(rewarded, config.parts, 0)[0]
+    if kind == "value":
+        config = AlgorithmConfig(adv_estimator="gae", turn_level_gae=True, loss_agg_mode=mode)
+        targets = batch.replace(returns_T=torch.cos(batch.tokens_T))
+        return build_value_loss(config), targets.with_loss_mask(value_mask(batch, config))
+    return loss_of(mode, kind == "sft"), batch.replace(advantages_T=cosines_T, old_logprobs_T=None)
+
+
+@examples(25)
+@given(seed=seeds)
+@pytest.mark.parametrize("kind", ["policy", "sft", "masked", "value"])
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_loss_and_gradient_are_those_of_one_row_in_every_aggregation(mode, kind, seed):
+    """Also where tokens are masked, and of the value targets of turns."""
     losses, gradients = [], []
-    for batch in (branched, whole):
-        out, slopes = gradient(loss_fn, scores_of(batch), batch, context(batch))
+    for batch in reversed(whole_and_branched(seed)):
+        loss_fn, read = prepared(kind, mode, batch)
+        if not read.loss_mask_T.any():
+            return
+        out, slopes = gradient(loss_fn, scores_of(read), read, context(read))
         losses.append(out.loss.item())
-        gradients.append(by_token(batch, slopes.sum(0)))
+        gradients.append(by_token(read, slopes.sum(0)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-9, abs=1e-12)
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-9, abs=1e-12)
-
-
-@examples(25)
-@given(seed=seeds, sft=st.booleans())
-@pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode, sft, seed):
-    whole, branched = (
-        batch.replace(advantages_T=torch.cos(batch.tokens_T.double()), old_logprobs_T=None)
-        for batch in whole_and_branched(seed)
-    )
-    assert_same_gradient(loss_of(mode, sft), whole, branched)
-
-
-@examples(25)
-@given(seed=seeds)
-@pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode, seed):
-    rejecting = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
-    config = AlgorithmConfig.model_validate({"loss_agg_mode": mode, "train_infer_correction": rejecting})
-    whole, branched = (
-        select_for_policy(batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T), config.parts, 0)[0]
-        for batch in whole_and_branched(seed)
-    )
-    assert_same_gradient(build_policy_loss(config), whole, branched)
-
-
-@examples(25)
-@given(seed=seeds)
-@pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_value_targets_of_turns_have_the_weight_of_one_row(mode, seed):
-    config = AlgorithmConfig(adv_estimator="gae", turn_level_gae=True, loss_agg_mode=mode)
-    whole, branched = (
-        batch.replace(returns_T=torch.cos(batch.tokens_T)).with_loss_mask(value_mask(batch, config))
-        for batch in whole_and_branched(seed)
-    )
-    assert_same_gradient(build_value_loss(config), whole, branched)
 
 
 @examples(25)
