@@ -18,7 +18,7 @@ from roll.data.preferences import load_preferences, load_scored
 from roll.data.prompts import load_prompts
 from roll.data.renderer import ChatRenderer
 from tests.support import talks
-from tests.support.chat_families import ADD_TOOL, family_tokenizer
+from tests.support.chat_families import family_tokenizer
 from tests.support.lines import write_lines as write
 from tests.support.talks import SYSTEM
 
@@ -47,7 +47,8 @@ def result(**more: Any) -> dict[str, Any]:
     return {"role": "tool", "content": "2", **more}
 
 
-FUNCTION, TOOLS = ADD_TOOL["function"], [ADD_TOOL]
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 PLAIN = [user(), says()]
 TWO = [user(), says(), user("2+2?"), says("4")]
 THINKS = [user(), says(reasoning_content="one and one")]
@@ -198,7 +199,10 @@ ANSWERS = [
     (says(tool_calls=[called("{a: 1}")]), "m[1].tool_calls[0].arguments: '{a: 1}' is not JSON"),
     (says(tool_calls=[called([1])]), "m[1].tool_calls[0].arguments: [1], expected an object"),
     (says(tool_calls=[{"function": {}}]), "m[1].tool_calls[0]: {'function': {}}, expected function"),
-    (says(tool_calls=[{"name": "f", "parameters": {}}]), "m[1].tool_calls[0]: unknown key 'parameters' of a call"),
+    (
+        says(tool_calls=[{"function": {"name": "f", "parameters": {}}}]),
+        "m[1].tool_calls[0]: unknown key 'parameters' of a call",
+    ),
     (says(tool_calls=[called()], function_call={"name": "f"}), "m[1]: tool_calls and function_call, expected one"),
     (says(reasoning="a", thinking="b"), "m[1]: different reasoning in reasoning and thinking"),
 ]
@@ -293,6 +297,7 @@ def test_columns_that_nobody_reads_never_refuse_a_file(tmp_path):
     table = pa.table({"m": [PLAIN, PLAIN], **odd})
     parquet.write_table(table, tmp_path / "data.parquet")
     data = load(tmp_path / "data.parquet", M)
+    assert len(data.batch.samples) == 2
     assert [question.id for question in data.questions] == ["1", f"{tmp_path / 'data.parquet'}:2"]
     (note,) = data.report.notes
     assert note.endswith("unused columns: at, took, picture, nested, nan, huge, map, ns, nothing")

@@ -196,18 +196,13 @@ def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_score
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_a_model_that_takes_plans_computes_other_rows_as_before():
+def test_a_model_that_takes_plans_computes_other_rows_as_before_and_recomputes_activations_for_the_same_gradient():
     model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
     before = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
     assert planned_attention.enable_sharing(model)
     after = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one.logprobs_T, other.logprobs_T)
-
-
-def test_recomputed_activations_give_the_same_gradient():
-    model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
-    assert planned_attention.enable_sharing(model)
     expected = scores_and_gradient(model, batch, row_with_shared_prompts)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
