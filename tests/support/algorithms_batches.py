@@ -1,5 +1,6 @@
 """Random episodes as nested Python lists, for oracles that share nothing with the flat layout, and their batches."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +47,30 @@ class Episode:
     def baseline(self) -> float:
         """The score of the group's greedy episode: any number that members share."""
         return float(np.float32(np.sin(self.group + 1)))
+
+
+def lone(group: int, number: int, reward: float, tokens: int = 1, tag: int = 0, sampled: bool = True) -> Episode:
+    """An episode of one turn, whose tokens have only their numbers."""
+    turn = Turn([Token(100 * number + i, sampled, 0, 0, 0, 0) for i in range(tokens)], reward, 0)
+    return Episode(group, tag, [turn])
+
+
+def played(episodes: list[Episode]) -> list[Episode]:
+    """Episodes with at least one sampled token: the others take no part."""
+    return [e for e in episodes if any(turn.sampled for turn in e.turns)]
+
+
+def by_group(episodes: list[Episode]) -> dict[int, list[Episode]]:
+    groups: dict[int, list[Episode]] = {}
+    for e in episodes:
+        groups.setdefault(e.group, []).append(e)
+    return groups
+
+
+def to_tokens(episodes: list[Episode], numbers: Iterable[float]) -> dict[int, float]:
+    """Each episode's number for all its sampled tokens."""
+    each = zip(episodes, numbers, strict=True)
+    return {token.id: number for e, number in each for turn in e.turns for token in turn.sampled}
 
 
 def random_episodes(seed: int, max_episodes: int = 7, empty_masks: bool = True) -> list[Episode]:

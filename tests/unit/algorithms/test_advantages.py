@@ -22,15 +22,18 @@ from roll.configs.policy_loss import LossAggMode
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import (
     Episode,
-    Token,
     Turn,
     assert_any_split_adds_up,
     assert_close,
+    by_group,
     by_token,
     context,
     gradient,
+    lone,
+    played,
     random_episodes,
     to_batch,
+    to_tokens,
 )
 from tests.support.examples import examples
 
@@ -42,22 +45,14 @@ def sampled_turns(episode: Episode) -> list[Turn]:
     return [turn for turn in episode.turns if turn.sampled]
 
 
-def played(episodes: list[Episode]) -> list[Episode]:
-    """Episodes with at least one sampled token: the others take no part."""
-    return [e for e in episodes if sampled_turns(e)]
-
-
 def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def oracle_grpo_scores(episodes: list[Episode]) -> list[float]:
-    scores = defaultdict(list)
-    for e in episodes:
-        scores[e.group].append(e.score)
     out = []
     for e in episodes:
-        members = scores[e.group]
+        members = [peer.score for peer in by_group(episodes)[e.group]]
         mean, std = (0.0, 1.0) if len(members) == 1 else (statistics.mean(members), statistics.stdev(members))
         out.append((e.score - mean) / (std + 1e-6))
     return out
@@ -66,24 +61,6 @@ def oracle_grpo_scores(episodes: list[Episode]) -> list[float]:
 def oracle_step_returns(episode: Episode, gamma: float) -> list[float]:
     turns = sampled_turns(episode)
     return [sum(gamma ** (j - i) * turns[j].reward for j in range(i, len(turns))) for i in range(len(turns))]
-
-
-@examples(60)
-@given(seed=seeds, history=st.booleans())
-def test_grpo_normalises_episode_scores_within_their_group(seed, history):
-    episodes = random_episodes(seed)
-    batch = to_batch(episodes, history, seed)
-    out = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo"))
-    live = played(episodes)
-    expected = {
-        token.id: advantage
-        for e, advantage in zip(live, oracle_grpo_scores(live), strict=True)
-        for turn in e.turns
-        for token in turn.sampled
-    }
-    # The standard deviation of nearly equal float32 rewards amplifies their rounding.
-    assert_close(out, out.advantages_T, expected, 1e-4)
-    assert_close(out, out.returns_T, {t.id: e.score for e in live for turn in e.turns for t in turn.sampled})
 
 
 def suited(estimator: str, episodes: list[Episode]) -> list[Episode]:
@@ -98,11 +75,11 @@ def group_mean(members: list[float]) -> float:
     return statistics.mean(members) if len(members) > 1 else 0.0
 
 
-def oracle_group_advantage(name: str, members: list[Episode], index: int, everyone: list[Episode]) -> float:
+def oracle_group_advantage(name: str, one: Episode, members: list[Episode], everyone: list[Episode]) -> float:
     """One estimator for one episode of a group, by its definition."""
     scores = [e.score for e in members]
     lengths = [sum(len(turn.sampled) for turn in e.turns) for e in members]
-    own, others = scores[index], [x for i, x in enumerate(scores) if i != index]
+    own, others = one.score, [e.score for e in members if e is not one]
     if name == "grpo":  # without division
         return own - group_mean(scores)
     if name == "rloo":
@@ -126,30 +103,24 @@ def oracle_group_advantage(name: str, members: list[Episode], index: int, everyo
     history=st.booleans(),
     rounded=st.booleans(),
     estimator=st.sampled_from(["grpo", "grpo_passk", "maxrl", "rloo", "opo", "gpg"]),
+    divided=st.booleans(),
 )
-def test_group_estimators_are_their_definitions(seed, history, rounded, estimator):
+def test_group_estimators_are_their_definitions(seed, history, rounded, estimator, divided):
+    divided &= estimator == "grpo"
     episodes = random_episodes(seed, max_episodes=10)
     if rounded:  # zeros and ties
         for turn in (turn for e in episodes for turn in e.turns):
             turn.reward = float(round(turn.reward))
     batch = to_batch(suited(estimator, episodes), history, seed)
-    keys = {"norm_adv_by_std_in_grpo": False} if "grpo" in estimator else {}
+    keys = {"norm_adv_by_std_in_grpo": divided} if "grpo" in estimator else {}
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, **keys))
-    live, members = played(episodes), defaultdict(list)
-    for e in live:
-        members[e.group].append(e)
-    expected = {}
-    for e in live:
-        peers = members[e.group]
-        index = next(i for i, peer in enumerate(peers) if peer is e)
-        advantage = oracle_group_advantage(estimator, peers, index, live)
-        expected |= {token.id: advantage for turn in e.turns for token in turn.sampled}
-    assert_close(out, out.advantages_T, expected, 1e-5)
-    assert_close(out, out.returns_T, {t.id: e.score for e in live for turn in e.turns for t in turn.sampled})
-
-
-def lone(group: int, token: int, reward: float) -> Episode:
-    return Episode(group, 0, [Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)])
+    live = played(episodes)
+    groups = by_group(live)
+    expected = [oracle_group_advantage(estimator, e, groups[e.group], live) for e in live]
+    # The standard deviation of nearly equal float32 rewards amplifies their rounding.
+    expected, tolerance = (oracle_grpo_scores(live), 1e-4) if divided else (expected, 1e-5)
+    assert_close(out, out.advantages_T, to_tokens(live, expected), tolerance)
+    assert_close(out, out.returns_T, to_tokens(live, [e.score for e in live]))
 
 
 def test_grpo_passk_divides_the_lead_by_the_spread():
@@ -170,9 +141,7 @@ def test_maxrl_refuses_penalties():
 )
 @pytest.mark.parametrize("keys", [{}, {"norm_adv_by_std_in_grpo": False}])
 def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator, keys):
-    episodes = [
-        Episode(0, 0, [Turn([Token(10 * i + j, True, 0, 0, 0, 0) for j in range(i + 1)], 0.1, 0)]) for i in range(7)
-    ]
+    episodes = [lone(0, i, 0.1, tokens=i + 1) for i in range(7)]
     out = compute_advantages(to_batch(episodes, history=False), AlgorithmConfig(adv_estimator=estimator, **keys))
     assert not out.advantages_T.any()
 
@@ -184,16 +153,17 @@ def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(seed, history, 
     batch = to_batch(episodes, history, seed)
     name = "reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus"
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=name, gamma=gamma, step_reward_gamma=0.123))
-    live, plain, returns, members = played(episodes), {}, {}, defaultdict(list)
-    for e in live:
-        members[e.group].append(e.score)
+    live, plain, returns = played(episodes), {}, {}
+    groups = by_group(live)
     for e in live:
         following = 0.0
         for turn in reversed(e.turns):
             for token in reversed(turn.sampled):
                 following = (turn.reward if token is turn.sampled[-1] else 0.0) + gamma * following
                 returns[token.id] = e.score if baseline else following
-                plain[token.id] = e.score - group_mean(members[e.group]) if baseline else following
+                plain[token.id] = following
+                if baseline:
+                    plain[token.id] = e.score - group_mean([peer.score for peer in groups[e.group]])
     assert_close(out, out.returns_T, returns)
     if len(plain) < 2 or 0 < (var := statistics.variance(plain.values())) < 1e-6:
         return  # rounding would be blown up
@@ -201,85 +171,83 @@ def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(seed, history, 
     assert_close(out, out.advantages_T, {i: (x - mean) / (var + 1e-8) ** 0.5 for i, x in plain.items()}, 1e-3)
 
 
-@examples(60)
-@given(seed=seeds, history=st.booleans())
-def test_remax_takes_the_greedy_score_from_what_is_still_to_come(seed, history):
-    episodes = random_episodes(seed)
-    batch = to_batch(episodes, history, seed)
-    out = compute_advantages(batch, AlgorithmConfig(adv_estimator="remax", gamma=0.5, step_reward_gamma=0.123))
-    returns, advantages = {}, {}
-    for e in episodes:
-        to_come = 0.0
-        for turn in reversed(sampled_turns(e)):
-            to_come += turn.reward
-            for token in turn.sampled:
-                returns[token.id] = to_come
-                advantages[token.id] = to_come - e.baseline
-    assert_close(out, out.advantages_T, advantages)
-    assert_close(out, out.returns_T, returns)
+Numbers = dict[int, float]
+
+
+def oracle_remax(episode: Episode, config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
+    """Takes the greedy score from what is still to come."""
+    returns, to_come = {}, 0.0
+    for turn in reversed(sampled_turns(episode)):
+        to_come += turn.reward
+        returns |= {token.id: to_come for token in turn.sampled}
+    return {token: number - episode.baseline for token, number in returns.items()}, returns
+
+
+def oracle_reinforce(episode: Episode, config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
+    """Discounts within and across turns."""
+    expected, following = {}, 0.0  # the return of the next turn's first token
+    for turn in reversed(sampled_turns(episode)):
+        running = turn.reward + config.step_reward_gamma * following
+        for token in reversed(turn.sampled):
+            expected[token.id] = running
+            running *= config.gamma
+        following = expected[turn.sampled[0].id]
+    return expected, expected
+
+
+def oracle_gae(episode: Episode, config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
+    """Value and advantage pass through tokens that were not sampled."""
+    advantages, returns = {}, {}
+    next_value = last_advantage = 0.0
+    for turn in reversed(episode.turns):
+        for token in reversed(turn.sampled):
+            reward = turn.reward if token is turn.sampled[-1] else 0.0
+            delta = reward + config.gamma * next_value - token.value
+            last_advantage = delta + config.gamma * config.lambd * last_advantage
+            next_value = token.value
+            advantages[token.id], returns[token.id] = last_advantage, last_advantage + token.value
+    return advantages, returns
+
+
+def oracle_turn_level_gae(episode: Episode, config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
+    """One advantage per turn, and targets where turns begin."""
+    gamma, advantages, targets = config.step_reward_gamma, {}, {}
+    next_value = advantage = 0.0
+    for turn in reversed(sampled_turns(episode)):
+        value = turn.sampled[0].value
+        advantage = turn.reward + gamma * next_value - value + gamma * config.lambd * advantage
+        next_value = value
+        advantages |= {token.id: advantage for token in turn.sampled}
+        targets[turn.sampled[0].id] = advantage + value
+    return advantages, targets
+
+
+ORACLES = {
+    "remax": oracle_remax,
+    "reinforce": oracle_reinforce,
+    "gae": oracle_gae,
+    "turn_level_gae": oracle_turn_level_gae,
+}
 
 
 @examples(60)
-@given(seed=seeds, history=st.booleans(), gamma=unit, step_gamma=unit)
-def test_reinforce_discounts_within_and_across_turns(seed, history, gamma, step_gamma):
+@given(seed=seeds, history=st.booleans(), gamma=unit, step_gamma=unit, lambd=unit)
+@pytest.mark.parametrize("name", ORACLES)
+def test_estimators_of_one_episode_are_their_definitions(name, seed, history, gamma, step_gamma, lambd):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
-    config = AlgorithmConfig(adv_estimator="reinforce", gamma=gamma, step_reward_gamma=step_gamma)
+    keys = {"adv_estimator": "gae", "turn_level_gae": True} if name == "turn_level_gae" else {"adv_estimator": name}
+    config = AlgorithmConfig(**keys, gamma=gamma, step_reward_gamma=step_gamma, lambd=lambd)
     out = compute_advantages(batch, config)
-    expected = {}
-    for e in episodes:
-        following = 0.0  # the return of the next turn's first token
-        for turn in reversed(sampled_turns(e)):
-            running = turn.reward + step_gamma * following
-            for token in reversed(turn.sampled):
-                expected[token.id] = running
-                running *= gamma
-            following = expected[turn.sampled[0].id]
-    assert_close(out, out.advantages_T, expected)
-    assert_close(out, out.returns_T, expected)
-
-
-@examples(60)
-@given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
-def test_gae_carries_value_and_advantage_through_unsampled_tokens(seed, history, gamma, lambd):
-    episodes = random_episodes(seed)
-    batch = to_batch(episodes, history, seed)
-    out = compute_advantages(batch, AlgorithmConfig(gamma=gamma, lambd=lambd))
     advantages, returns = {}, {}
     for e in episodes:
-        next_value = last_advantage = 0.0
-        for turn in reversed(e.turns):
-            for token in reversed(turn.tokens):
-                if not token.sampled:
-                    continue  # both pass through
-                reward = turn.reward if token is turn.sampled[-1] else 0.0
-                delta = reward + gamma * next_value - token.value
-                last_advantage = delta + gamma * lambd * last_advantage
-                next_value = token.value
-                advantages[token.id], returns[token.id] = last_advantage, last_advantage + token.value
+        of_tokens, to_come = ORACLES[name](e, config)
+        advantages |= of_tokens
+        returns |= to_come
     assert_close(out, out.advantages_T, advantages)
     assert_close(out, out.returns_T, returns)
-
-
-@examples(60)
-@given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
-def test_turn_level_gae_shares_one_advantage_per_turn(seed, history, gamma, lambd):
-    episodes = random_episodes(seed)
-    batch = to_batch(episodes, history, seed)
-    config = AlgorithmConfig(turn_level_gae=True, step_reward_gamma=gamma, lambd=lambd, gamma=0.123)
-    out = compute_advantages(batch, config)
-    advantages, targets = {}, {}
-    for e in episodes:
-        next_value = advantage = 0.0
-        for turn in reversed(sampled_turns(e)):
-            value = turn.sampled[0].value
-            advantage = turn.reward + gamma * next_value - value + gamma * lambd * advantage
-            next_value = value
-            advantages |= {token.id: advantage for token in turn.sampled}
-            targets[turn.sampled[0].id] = advantage + value
-    assert_close(out, out.advantages_T, advantages)
-    assert_close(out, out.returns_T, targets)
-    assert {i for i, on in by_token(batch, value_mask(batch, config)).items() if on} == set(targets)
+    if name == "turn_level_gae":
+        assert {i for i, on in by_token(batch, value_mask(batch, config)).items() if on} == set(returns)
 
 
 @examples(80)
@@ -290,9 +258,8 @@ def test_step_level_estimators_compare_turns_in_the_same_state(seed, gamma, esti
     weights = {"step_reward_weight": 0.7, "episode_reward_weight": 0.3}
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, step_reward_gamma=gamma, **weights))
     live = played(episodes)
-    same_state, same_group = defaultdict(list), defaultdict(list)
+    same_state, groups = defaultdict(list), by_group(live)
     for e in live:
-        same_group[e.group].append(e.score)
         for turn, g in zip(sampled_turns(e), oracle_step_returns(e, gamma), strict=True):
             same_state[e.group, turn.state].append(g)
     expected = {}
@@ -305,7 +272,7 @@ def test_step_level_estimators_compare_turns_in_the_same_state(seed, gamma, esti
             else:
                 others = [(sum(peers) - g) / (len(peers) - 1)] if len(peers) > 1 else [g]
                 step = g - others[0]
-                episode = e.score - statistics.mean(same_group[e.group])
+                episode = e.score - statistics.mean(peer.score for peer in groups[e.group])
             expected |= {token.id: 0.7 * step + 0.3 * episode for token in turn.sampled}
     if estimator == "gigpo" and any(0 < spread(peers) < 1e-4 for peers in same_state.values()):
         return  # where peers' returns differ only by rounding, the quotient is noise
@@ -313,7 +280,7 @@ def test_step_level_estimators_compare_turns_in_the_same_state(seed, gamma, esti
 
 
 def test_step_level_estimators_refuse_rows_of_several_turns():
-    turns = [Turn([Token(i, True, 0, 0, 0, 0)], 1.0, 0) for i in range(2)]
+    turns = [turn for number in range(2) for turn in lone(0, number, 1.0).turns]
     batch = to_batch([Episode(0, 0, turns)], history=True)
     with pytest.raises(ValueError, match="several turns"):
         compute_advantages(batch, AlgorithmConfig(adv_estimator="step_reinforce"))
@@ -350,7 +317,7 @@ def test_row_order_changes_nothing(estimator):
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
 def test_a_batch_without_sampled_tokens_has_no_advantages(estimator):
-    batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
+    batch = to_batch([lone(0, 0, 0.0, sampled=False)], history=False)
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True))
     assert out.advantages_T.tolist() == [0.0] and out.returns_T.tolist() == [0.0]
     assert advantage_metrics(out, AlgorithmConfig(adv_estimator=estimator)) == {}
@@ -385,6 +352,7 @@ def test_rewards_where_nothing_was_sampled_are_refused():
         ("step_reinforce", "group_B"),
         *((name, "group_B") for name in ("maxrl", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")),
         ("grpo", "rewards_T"),
+        ("optimal_token_baseline", "prob_square_sum_T"),
     ],
 )
 def test_a_missing_column_is_named(estimator, column):
@@ -500,8 +468,8 @@ def test_equal_rewards_teach_nothing_where_there_is_somebody_to_compare_with(nam
     batch = with_probabilities(to_batch(episodes, True), 0)
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=name))
     lengths = sorted(len(e.turns[0].tokens) for e in episodes)
-    lone = lengths[-1] - lengths[-2] if name.startswith("tir_") else 0
-    assert int(out.advantages_T.count_nonzero()) == lone
+    alone = lengths[-1] - lengths[-2] if name.startswith("tir_") else 0
+    assert int(out.advantages_T.count_nonzero()) == alone
 
 
 def test_certain_tokens_are_compared_by_the_plain_mean():
@@ -517,10 +485,6 @@ def test_certain_tokens_are_compared_by_the_plain_mean():
     )
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator="optimal_token_baseline"))
     assert out.advantages_T.tolist() == [0.5, -0.5]
-    with pytest.raises(ValueError, match="prob_square_sum_T"):
-        compute_advantages(
-            batch.replace(prob_square_sum_T=None), AlgorithmConfig(adv_estimator="optimal_token_baseline")
-        )
 
 
 def test_without_scoring_there_is_nothing_to_weigh_by():
@@ -547,67 +511,52 @@ def test_advantages_and_returns_are_those_of_one_row(estimator, seed):
     if estimator == "maxrl":  # takes no rewards below 0
         batches = tuple(batch.replace(rewards_T=batch.rewards_T.abs()) for batch in batches)
     whole, branched = (compute_advantages(batch, config) for batch in batches)
-    assert whole.advantages_T is not None and whole.returns_T is not None
     assert_close(branched, branched.advantages_T, by_token(whole, whole.advantages_T), 1e-5)
     assert_close(branched, branched.returns_T, by_token(whole, whole.returns_T), 1e-5)
 
 
 def scores_of(batch: Batch) -> TokenScores:
     """A number for each token id, wherever it stands."""
-    return TokenScores(torch.sin(batch.tokens_T.double() + 1) - 1.5)
+    return TokenScores(*[torch.sin(batch.tokens_T.double() + 1) - 1.5] * 4)
 
 
 def loss_of(mode: LossAggMode, sft: bool) -> LossFn:
     return build_sft_loss(mode) if sft else build_policy_loss(AlgorithmConfig(loss_agg_mode=mode))
 
 
-def assert_same_gradient(loss_fn: LossFn, whole: Batch, branched: Batch) -> None:
-    if not whole.loss_mask_T.any():
-        return
+REJECTING = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
+
+
+def prepared(kind: str, mode: LossAggMode, batch: Batch) -> tuple[LossFn, Batch]:
+    """A loss, and what it reads beside the scores."""
+    cosines_T = torch.cos(batch.tokens_T.double())
+    if kind == "masked":
+        config = AlgorithmConfig(loss_agg_mode=mode, train_infer_correction=REJECTING)
+        rewarded = batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T)
+        return build_policy_loss(config), select_for_policy(rewarded, config.parts, 0)[0]
+    if kind == "value":
+        config = AlgorithmConfig(adv_estimator="gae", turn_level_gae=True, loss_agg_mode=mode)
+        targets = batch.replace(returns_T=torch.cos(batch.tokens_T))
+        return build_value_loss(config), targets.with_loss_mask(value_mask(batch, config))
+    return loss_of(mode, kind == "sft"), batch.replace(advantages_T=cosines_T, old_logprobs_T=None)
+
+
+@examples(25)
+@given(seed=seeds)
+@pytest.mark.parametrize("kind", ["policy", "sft", "masked", "value"])
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_loss_and_gradient_are_those_of_one_row_in_every_aggregation(mode, kind, seed):
+    """Also where tokens are masked, and of the value targets of turns."""
     losses, gradients = [], []
-    for batch in (branched, whole):
-        logprobs_T = scores_of(batch).logprobs_T
-        out, slopes = gradient(loss_fn, TokenScores(*[logprobs_T] * 4), batch, context(batch))
+    for batch in reversed(whole_and_branched(seed)):
+        loss_fn, read = prepared(kind, mode, batch)
+        if not read.loss_mask_T.any():
+            return
+        out, slopes = gradient(loss_fn, scores_of(read), read, context(read))
         losses.append(out.loss.item())
-        gradients.append(by_token(batch, slopes.sum(0)))
+        gradients.append(by_token(read, slopes.sum(0)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-9, abs=1e-12)
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-9, abs=1e-12)
-
-
-@examples(25)
-@given(seed=seeds, sft=st.booleans())
-@pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode, sft, seed):
-    whole, branched = (
-        batch.replace(advantages_T=torch.cos(batch.tokens_T.double()), old_logprobs_T=None)
-        for batch in whole_and_branched(seed)
-    )
-    assert_same_gradient(loss_of(mode, sft), whole, branched)
-
-
-@examples(25)
-@given(seed=seeds)
-@pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_masked_tokens_leave_the_branches_the_weight_of_one_row(mode, seed):
-    rejecting = {"filters": [{"enabled": True, "agg_type": "token", "ratio_enabled": True, "ratio_high": 1.0}]}
-    config = AlgorithmConfig.model_validate({"loss_agg_mode": mode, "train_infer_correction": rejecting})
-    whole, branched = (
-        select_for_policy(batch.replace(advantages_T=torch.cos(batch.tokens_T) * batch.loss_mask_T), config.parts, 0)[0]
-        for batch in whole_and_branched(seed)
-    )
-    assert_same_gradient(build_policy_loss(config), whole, branched)
-
-
-@examples(25)
-@given(seed=seeds)
-@pytest.mark.parametrize("mode", get_args(LossAggMode))
-def test_value_targets_of_turns_have_the_weight_of_one_row(mode, seed):
-    config = AlgorithmConfig(adv_estimator="gae", turn_level_gae=True, loss_agg_mode=mode)
-    whole, branched = (
-        batch.replace(returns_T=torch.cos(batch.tokens_T)).with_loss_mask(value_mask(batch, config))
-        for batch in whole_and_branched(seed)
-    )
-    assert_same_gradient(build_value_loss(config), whole, branched)
 
 
 @examples(25)
@@ -618,8 +567,7 @@ def test_the_branches_of_an_episode_may_lie_in_different_micro_batches(mode, see
     if not branched.loss_mask_T.any():
         return
     branched = branched.replace(advantages_T=torch.cos(branched.tokens_T.double()))
-    logprobs_T = scores_of(branched).logprobs_T
-    assert_any_split_adds_up(loss_of(mode, False), TokenScores(*[logprobs_T] * 4), branched, parts, seed)
+    assert_any_split_adds_up(loss_of(mode, False), scores_of(branched), branched, parts, seed)
 
 
 def mine(tmp_path: Path, code: str) -> str:

@@ -68,19 +68,16 @@ def test_a_token_counts_for_no_more_than_the_bound_says():
     pairs = zip(BATCH.teacher_logprobs_T.tolist(), BATCH.rollout_logprobs_T.tolist(), strict=True)
     expected = [a + max(q, -1.5) - max(p, -1.5) for a, (q, p) in zip(BATCH.advantages_T.tolist(), pairs, strict=True)]
     assert teacher_advantages(BATCH, floor).advantages_T.tolist() == pytest.approx(expected)
-    assert (
-        clip_metrics(BATCH, config.teacher_term) == {"teacher/clipped": 3 / 6}
-        and clip_metrics(BATCH, rl().teacher_term) == {}
-    )
+    assert clip_metrics(BATCH, config.teacher_term) == {"teacher/clipped": 3 / 6}
+    assert clip_metrics(BATCH, rl().teacher_term) == {}
 
 
 def test_chunks_of_text_share_their_gap():
     alone = BATCH.replace(teacher_chunk_T=torch.tensor([-1, 0, 1, -1, 0, -1, 0, 1, 2]))
     for form in (teacher_advantages, teacher_rewards):
         expected, found = (form(batch, rl(opd_kl_coef=0.3).teacher_term) for batch in (BATCH, alone))
-        assert torch.equal(found.rewards_T, expected.rewards_T) and torch.equal(
-            found.advantages_T, expected.advantages_T
-        )
+        assert torch.equal(found.rewards_T, expected.rewards_T)
+        assert torch.equal(found.advantages_T, expected.advantages_T)
     shared = BATCH.replace(teacher_chunk_T=torch.tensor([-1, 0, 0, -1, -1, -1, 0, 1, 1]))
     gaps = [0, -0.75, -0.75, 0, 0, 0, -1.0, 0.5, 0.5]
     found = teacher_rewards(shared, rl(opd_form="reward", is_pure_opd=True).teacher_term)
@@ -116,13 +113,11 @@ def scores() -> TokenScores:
 def test_the_loss_is_a_weighted_sum_of_divergence_and_likelihood(mode):
     config = DistillLossConfig(distill_loss_weight=0.75, loss_agg_mode=mode)
     found = build_distill_loss(config)(scores(), BATCH, LossContext.of(BATCH))
-    given, weights = scores(), []
+    given = scores()
     rows = [[1, 2], [4], [6, 7, 8]]
-    for row in rows:
-        weights += [1 / 6 if mode == "token-mean" else 1 / (3 * len(row))] * len(row)
-    index = [token for row in rows for token in row]
-    divergence = sum(w * float(given.divergence_T[i].detach()) for w, i in zip(weights, index, strict=True))
-    nll = -sum(w * float(given.logprobs_T[i]) for w, i in zip(weights, index, strict=True))
+    weights = {token: 1 / 6 if mode == "token-mean" else 1 / (3 * len(row)) for row in rows for token in row}
+    divergence = sum(weight * float(given.divergence_T[i].detach()) for i, weight in weights.items())
+    nll = -sum(weight * float(given.logprobs_T[i]) for i, weight in weights.items())
     assert float(found.loss.detach()) == pytest.approx(0.75 * divergence + 0.25 * nll)
     assert float(found.metrics["distill/divergence"]) == pytest.approx(divergence)
     assert float(found.metrics["distill/nll"]) == pytest.approx(nll)

@@ -1,10 +1,11 @@
 """Losses against loops in float64, by finite differences, and under every way of splitting a batch."""
 
+import itertools
 import math
 import pickle
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ from tests.support.imitation import Imitator
 from tests.support.trainers import make_context
 
 seeds = st.integers(0, 2**32 - 1)
-MODES = list(LossAggMode.__args__)  # type: ignore[attr-defined]
+MODES = get_args(LossAggMode)
 EVERYTHING: dict[str, Any] = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.3,
@@ -159,11 +160,11 @@ def test_what_the_policy_loss_reads_travels_to_the_trainer(keys):
     assert ("turn_T" in policy_reads(config.parts)) == (keys not in ({}, EVERYTHING, {"pg_variant": "kl_cov"}))
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_what_the_value_loss_reads_travels_to_the_critic(turns):
+def test_what_the_value_loss_reads_travels_to_the_critic():
     batch, scores = make_batch(3)
-    loss_fn = build_value_loss(AlgorithmConfig(value_clip=0.5, turn_level_gae=turns))
-    assert columns_read(loss_fn, batch, scores) <= VALUE_READS
+    for turns in (False, True):
+        loss_fn = build_value_loss(AlgorithmConfig(value_clip=0.5, turn_level_gae=turns))
+        assert columns_read(loss_fn, batch, scores) <= VALUE_READS
 
 
 def test_sft_loss_is_the_mean_negative_log_likelihood():
@@ -216,12 +217,8 @@ def test_value_gradients_agree_with_finite_differences():
 
 def test_on_fresh_samples_the_gradient_is_that_of_reinforce():
     batch, scores = make_batch(4)
-    _, got = gradient(
-        build_policy_loss(AlgorithmConfig(loss_agg_mode="token-mean", dual_clip_loss=True)),
-        scores,
-        batch.replace(old_logprobs_T=None),
-        context(batch),
-    )
+    loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode="token-mean", dual_clip_loss=True))
+    _, got = gradient(loss_fn, scores, batch.replace(old_logprobs_T=None), context(batch))
     torch.testing.assert_close(got[0], -batch.advantages_T / batch.loss_mask_T.sum())
 
 
@@ -252,9 +249,8 @@ def test_a_constant_divides_in_place_of_the_longest(mode):
 def test_the_loss_has_its_own_estimator_beside_that_of_the_reward():
     batch, scores = make_batch(0, max_episodes=20)
     on = {"use_kl_loss": True, "kl_loss_coef": 0.5}
-    assert loss_of(batch, scores, **on, kl_loss_penalty="k3", kl_penalty="full") == loss_of(
-        batch, scores, **on, kl_penalty="k3"
-    )
+    own = loss_of(batch, scores, **on, kl_loss_penalty="k3", kl_penalty="full")
+    assert own == loss_of(batch, scores, **on, kl_penalty="k3")
     full = AlgorithmConfig(**on, kl_loss_penalty="full", add_token_level_kl=True)
     assert full.uses_full_kl and not AlgorithmConfig(**on, kl_penalty="full", kl_loss_penalty="k3").uses_full_kl
 
@@ -270,11 +266,10 @@ def test_the_cap_bounds_every_token_of_ppo_from_above():
         low, high = 1 - oracle.pg_clip, 1 + oracle.pg_clip
         bounded += min(0.6, max(-adv * ratio, -adv * min(max(ratio, low), high)))
     assert loss_of(batch, scores, **keys) == pytest.approx(bounded)
-    out = build_policy_loss(AlgorithmConfig(**keys))(scores, batch, context(batch))
-    assert (
-        out.metrics["actor/clip_frac"]
-        > build_policy_loss(oracle)(scores, batch, context(batch)).metrics["actor/clip_frac"]
+    capped, plain = (
+        build_policy_loss(config)(scores, batch, context(batch)) for config in (AlgorithmConfig(**keys), oracle)
     )
+    assert capped.metrics["actor/clip_frac"] > plain.metrics["actor/clip_frac"]
 
 
 def test_metrics_of_the_policy():
@@ -342,19 +337,30 @@ def test_loss_functions_travel_between_processes():
         assert torch.equal(travelled(scores, batch, context(batch)).loss, loss_fn(scores, batch, context(batch)).loss)
 
 
-def test_what_is_missing_is_named():
+@pytest.mark.parametrize(
+    ("keys", "column", "words"),
+    [
+        ({}, "advantages_T", "advantages_T"),
+        ({"use_kl_loss": True}, "ref_logprobs_T", "ref_logprobs_T"),
+        ({"use_kl_loss": True, "kl_penalty": "full"}, "kl_T", r"kl_penalty 'full'.*kl_T"),
+        ({"sft_loss_coef": 1.0}, "scores_B", "scores_B"),
+        ({"entropy_loss_coef": 1.0}, "entropy_T", "entropy_T"),
+        ({"pg_variant": "kl_cov"}, "marked_T", r"kl_cov.*marked_T"),
+    ],
+)
+def test_what_is_missing_is_named(keys, column, words):
+    batch, scores = make_batch(2)
+    if hasattr(scores, column):
+        scores = replace(scores, **{column: None})
+    else:
+        batch = batch.replace(**{column: None})
+    with pytest.raises(ValueError, match=words):
+        loss_of(batch, scores, **keys)
+
+
+def test_a_critic_without_values_and_a_batch_without_tokens_are_refused():
     batch, scores = make_batch(2)
     ctx = context(batch)
-    with pytest.raises(ValueError, match="advantages_T"):
-        build_policy_loss(AlgorithmConfig())(scores, batch.replace(advantages_T=None), ctx)
-    with pytest.raises(ValueError, match="ref_logprobs_T"):
-        build_policy_loss(AlgorithmConfig(use_kl_loss=True))(scores, batch.replace(ref_logprobs_T=None), ctx)
-    with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
-        build_policy_loss(AlgorithmConfig(use_kl_loss=True, kl_penalty="full"))(replace(scores, kl_T=None), batch, ctx)
-    with pytest.raises(ValueError, match="scores_B"):
-        build_policy_loss(AlgorithmConfig(sft_loss_coef=1.0))(scores, batch.replace(scores_B=None), ctx)
-    with pytest.raises(ValueError, match="entropy_T"):
-        build_policy_loss(AlgorithmConfig(entropy_loss_coef=1.0))(TokenScores(scores.logprobs_T), batch, ctx)
     with pytest.raises(ValueError, match=r"value_loss needs TokenScores\.values_T"):
         build_value_loss(AlgorithmConfig())(TokenScores(scores.logprobs_T), batch, ctx)
     with pytest.raises(ValueError, match="at least one token"):
@@ -506,11 +512,6 @@ def test_on_fresh_samples_every_loss_starts_as_the_plain_policy_gradient(name):
     torch.testing.assert_close(got[0], plain[0])
 
 
-def test_use_topr_loss_is_topr():
-    batch, scores = make_batch(0, max_episodes=20)
-    assert loss_of(batch, scores, use_topr_loss=True) == loss_of(batch, scores, pg_variant="topr")
-
-
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_enormous_ratios_stay_finite(name, sampling):
     batch, scores = make_batch(3)
@@ -546,16 +547,9 @@ def test_token_weights_multiply_the_policy_gradient_alone():
     weights_T = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(0))
     others = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_loss_coef": 0.2, "sft_loss_coef": 0.4}
     weighted = batch.replace(weights_T=weights_T)
-    assert loss_of(weighted, scores) == pytest.approx(
-        loss_of(batch.replace(advantages_T=batch.advantages_T * weights_T), scores)
-    )
+    scaled = batch.replace(advantages_T=batch.advantages_T * weights_T)
+    assert loss_of(weighted, scores) == pytest.approx(loss_of(scaled, scores))
     assert loss_of(weighted, scores, rl_loss_coef=0.0, **others) == loss_of(batch, scores, rl_loss_coef=0.0, **others)
-
-
-def test_kl_cov_without_marks_is_an_error():
-    batch, scores = make_batch(2)
-    with pytest.raises(ValueError, match=r"kl_cov.*marked_T"):
-        loss_of(batch.replace(marked_T=None), scores, pg_variant="kl_cov")
 
 
 def halved(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -567,34 +561,31 @@ def test_losses_have_the_names_of_the_configuration_or_are_reached_by_path_and_t
     loss_fn = pickle.loads(pickle.dumps(build_policy_loss(AlgorithmConfig(pg_variant=f"{__name__}:halved"))))
     got = loss_fn(scores, batch, context(batch)).loss.item()
     assert got == pytest.approx(0.5 * loss_of(batch, scores, pg_variant="vanilla"))
+    assert loss_of(batch, scores, use_topr_loss=True) == loss_of(batch, scores, pg_variant="topr")
     assert tuple(POLICY_LOSSES.names()) == tuple(PG_VARIANTS)
 
 
-TALKS = [
-    [("user", "3 + 4"), ("assistant", "7")],
-    [
-        ("user", "Up?"),
-        ("assistant", "Up"),
-        ("user", "again"),
-        ("assistant", "Down Down"),
-        ("user", "?"),
-        ("assistant", "ok"),
-    ],
-    [("system", "S"), ("user", "a longer question than the others"), ("assistant", "yes")],
-    [("user", "a"), ("assistant", "an answer of many tokens, so that means differ")],
-    [("user", "b"), ("assistant", "Left"), ("user", "c"), ("assistant", "Right")],
+TURNS = [
+    ["3 + 4", "7"],
+    ["Up?", "Up", "again", "Down Down", "?", "ok"],
+    ["a", "an answer of many tokens, so that means differ"],
+    ["b", "Left", "c", "Right"],
 ]
+TALKS = [
+    *([*zip(itertools.cycle(("user", "assistant")), turns, strict=False)] for turns in TURNS),
+    [("system", "S"), ("user", "a longer question than the others"), ("assistant", "yes")],
+]
+
+
+def by_tokens(most: int, **more: bool) -> dict[str, Any]:
+    return {"worker": {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": most, **more}}
+
+
 CUTTINGS: dict[str, dict[str, Any]] = {
     "one by one": {"training_args": {"per_device_train_batch_size": 1}},
     "all at once": {"training_args": {"per_device_train_batch_size": 8}},
-    "by tokens": {"worker": {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 80}},
-    "packed": {
-        "worker": {
-            "use_dynamic_batching_in_train": True,
-            "max_tokens_per_microbatch_in_train": 120,
-            "use_sequence_packing": True,
-        }
-    },
+    "by tokens": by_tokens(80),
+    "packed": by_tokens(120, use_sequence_packing=True),
 }
 
 
@@ -634,7 +625,6 @@ def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model, ba
         trainer = Probed(make_context(model, "fsdp2_train", **options))
         trainer.setup()
         scores = trainer.logprobs(batch)
-        assert scores.top1_T is not None
         assert float(scores.top1_T[batch.loss_mask_T].mean()) == pytest.approx(oracle.accuracy(TALKS)), name
         metrics = trainer.train_step(batch, build_sft_loss(mode))
         assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=2e-6), name

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roll.algorithms.preferences import build_preference_loss, log_of_rest
 from roll.algorithms.selection import best_and_worst, informative_pairs
-from roll.algorithms.types import LossContext, TokenScores
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.preference import PreferenceConfig, PreferenceLoss
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
@@ -55,6 +55,10 @@ def test_the_gradient_does_not_depend_on_the_cutting(loss, cutting):
     assert not pieces[-1].grad.any()
 
 
+def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> LossOutput:
+    return build_preference_loss(PreferenceConfig(**keys))(scores, batch, LossContext.of(batch))
+
+
 def test_a_pair_says_what_its_formula_says():
     batch = Batch(
         torch.tensor([3, 4]),
@@ -66,16 +70,18 @@ def test_a_pair_says_what_its_formula_says():
     )
     scores = TokenScores(torch.tensor([0, -1.5, -1.0, 0, -0.5, -1.5, -0.4], dtype=torch.float64))
     lead = 0.5 * ((-2.4 + 3) - (-2.5 + 3))
-    found = build_preference_loss(PreferenceConfig(preference_loss="hinge", beta=0.5))(
-        scores, batch, LossContext.of(batch)
-    )
+    found = loss_of(batch, scores, preference_loss="hinge", beta=0.5)
     assert found.loss.item() == pytest.approx(1 - lead)
-    assert found.metrics["dpo/margin"] == pytest.approx(lead) and found.metrics["dpo/accuracy"] == 1
-    assert found.metrics["dpo/chosen_reward"] == pytest.approx(0.3)
-    assert found.metrics["dpo/rejected_logprob"] == pytest.approx(-2.5)
-    assert found.metrics["dpo/chosen_nll"] == pytest.approx(0.8)
-    differences = (-0.5, 1.0, 0.5, -0.5, 0.6)
-    assert found.metrics["dpo/kl"] == pytest.approx(sum(math.exp(-d) - 1 + d for d in differences) / 5)
+    kl = sum(math.exp(-d) - 1 + d for d in (-0.5, 1.0, 0.5, -0.5, 0.6)) / 5
+    expected = {
+        "margin": lead,
+        "accuracy": 1,
+        "chosen_reward": 0.3,
+        "rejected_logprob": -2.5,
+        "chosen_nll": 0.8,
+        "kl": kl,
+    }
+    assert {name: float(found.metrics[f"dpo/{name}"]) for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("logprob", [-1e-30, -1e-9, -0.3, math.log(0.5), -2.0, -50.0, -1e4])
@@ -85,7 +91,7 @@ def test_the_rest_of_a_probability_is_exact_at_both_ends(logprob):
     expected = math.log(-math.expm1(logprob)) if logprob > -1 else math.log1p(-math.exp(logprob))
     assert found.item() == pytest.approx(expected, rel=1e-12, abs=1e-300)
     found.backward()
-    assert value.grad is not None and torch.isfinite(value.grad)
+    assert torch.isfinite(value.grad)
 
 
 def test_a_certain_answer_has_a_finite_loss():
@@ -96,12 +102,11 @@ def test_a_certain_answer_has_a_finite_loss():
 
 def test_what_is_missing_is_named():
     batch = make_preferences(0)
-    loss = build_preference_loss(PreferenceConfig())
     scores = TokenScores(torch.zeros(batch.num_tokens))
     with pytest.raises(ValueError, match=r"Batch\.ref_logprobs_T"):
-        loss(scores, batch.replace(ref_logprobs_T=None), LossContext.of(batch))
+        loss_of(batch.replace(ref_logprobs_T=None), scores)
     with pytest.raises(ValueError, match="a pair of 1 rows, expected two"):
-        loss(scores, batch.replace(pair_B=torch.arange(10)), LossContext.of(batch))
+        loss_of(batch.replace(pair_B=torch.arange(10)), scores)
 
 
 @pytest.mark.parametrize(
@@ -235,14 +240,13 @@ def make() -> tuple[Batch, Tensor]:
 
 
 def answers(batch: Batch, policy_T: Tensor) -> list[Answer]:
-    assert batch.ref_logprobs_T is not None
     lengths = batch.lengths_B.tolist()
     columns = (column.split(lengths) for column in (policy_T, batch.ref_logprobs_T, batch.loss_mask_T))
     return [Answer(policy[mask], reference[mask]) for policy, reference, mask in zip(*columns, strict=True)]
 
 
 def test_every_loss_has_a_case():
-    assert {name.split()[0].strip(",") for name in CASES} == set(PreferenceLoss.__args__)  # type: ignore[attr-defined]
+    assert {name.split()[0].strip(",") for name in CASES} == set(get_args(PreferenceLoss))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -255,7 +259,6 @@ def test_loss_and_gradient_are_those_of_the_paper(name):
     margins = (0.0, 0.0, 0.0)
     own_T, expected_T = policy_T.clone().requires_grad_(), policy_T.clone().requires_grad_()
     said = answers(batch, expected_T)
-    assert batch.preferred_B is not None
     good = batch.preferred_B.tolist()
     if loss == "kto":
         batch = batch.replace(anchor_B=torch.full((6,), ANCHOR))
@@ -270,7 +273,7 @@ def test_loss_and_gradient_are_those_of_the_paper(name):
     expected = torch.stack(terms).mean()
     expected.backward()
 
-    found = build_preference_loss(config)(TokenScores(own_T), batch, LossContext.of(batch))
+    found = loss_of(batch, TokenScores(own_T), preference_loss=loss, **keys)
     found.loss.backward()
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)  # references and margins are float32
     torch.testing.assert_close(own_T.grad, expected_T.grad, rtol=1e-5, atol=1e-9)
@@ -302,40 +305,35 @@ def rollout() -> Batch:
 def test_the_best_and_the_worst_of_each_group_are_a_pair():
     whole = rollout()
     batch, metrics = best_and_worst(whole.replace(rewards_T=whole.loss_mask_T.float()))
-    assert batch.rewards_T is not None and torch.equal(batch.rewards_T > 0, batch.loss_mask_T)
+    assert torch.equal(batch.rewards_T > 0, batch.loss_mask_T)
     answers = [batch.select([row]).tokens_T[2:].tolist() for row in range(batch.num_sequences)]
     assert answers == [[4, 4], [4, 4], [6], [5, 5], [6, 7], [7], [4], [7, 8, 9]]
-    assert batch.pair_B is not None and batch.pair_B.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert batch.preferred_B is not None and batch.preferred_B.tolist() == [True, False] * 4
+    assert batch.pair_B.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch.preferred_B.tolist() == [True, False] * 4
     assert informative_pairs(batch).tolist() == [[2, 3], [6, 7]]
     assert metrics == {"dpo/pair_frac": 0.5, "dpo/score_gap": pytest.approx((1 + 0.75 + 0 + 1) / 4)}
 
 
 def test_a_step_on_the_pairs_is_dpo_in_float64():
     whole = rollout()
-    assert whole.ref_logprobs_T is not None
     generator = torch.Generator().manual_seed(0)
     policy_T = -torch.rand(whole.num_tokens, generator=generator, dtype=torch.float64)
     batch, _ = best_and_worst(whole.replace(rollout_logprobs_T=policy_T))  # travels with its rows
     batch = batch.select(informative_pairs(batch).flatten())
-    assert batch.rollout_logprobs_T is not None
     logprobs_T = batch.rollout_logprobs_T.clone().requires_grad_()
     beta = 0.3
-    found = build_preference_loss(PreferenceConfig(beta=beta))(
-        TokenScores(logprobs_T=logprobs_T), batch, LossContext.of(batch)
-    )
+    found = loss_of(batch, TokenScores(logprobs_T), beta=beta)
     found.loss.backward()
 
     def ratio(row: int) -> float:
         first = sum(2 + len(answer) for answer in ANSWERS[:row]) + 2
         own = range(first, first + len(ANSWERS[row]))
-        return sum(float(policy_T[i]) - float(whole.ref_logprobs_T[i]) for i in own)  # type: ignore[index]
+        return sum(float(policy_T[i]) - float(whole.ref_logprobs_T[i]) for i in own)
 
     leads = [beta * (ratio(best) - ratio(worst)) for best, worst in ((1, 3), (4, 2))]
     assert found.loss.item() == pytest.approx(sum(math.log1p(math.exp(-lead)) for lead in leads) / 2, rel=1e-12)
     slopes = [beta / 2 / (1 + math.exp(lead)) for lead in leads]
     expected = [0, 0, -slopes[0], 0, 0, *[slopes[0]] * 2, 0, 0, -slopes[1], 0, 0, *[slopes[1]] * 3]
-    assert logprobs_T.grad is not None
     assert logprobs_T.grad.tolist() == pytest.approx(expected, rel=1e-12)
 
 

@@ -6,9 +6,9 @@ same, the named one must not.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -67,11 +67,14 @@ KL = "add_token_level_kl=true"
 KL_LOSS = "use_kl_loss=true kl_loss_coef=0.3"
 BUFFER = "overlong_buffer.enable=true overlong_buffer.len=2"
 COV = "pg_variant=clip_cov clip_cov_ratio=0.5 clip_cov_lb=0.1 clip_cov_ub=1.5"
-WEIGHT = "train_infer_correction.is_weight.enabled=true"
-LIVE = f"{WEIGHT} train_infer_correction.is_weight.detach=false"
+PF_PPO = "use_pf_ppo=true pf_ppo.reweight_method=pow"
+IS_WEIGHT = "train_infer_correction.is_weight"
+WEIGHT = f"{IS_WEIGHT}.enabled=true"
+LIVE = f"{WEIGHT} {IS_WEIGHT}.detach=false"
 RANGE = "use_pg_clip_range=true"
 TRUNCATED = "actor_infer.generating_args.top_k=5 actor_infer.strategy_args.strategy_name=hf_infer"
 FILTERS = "train_infer_correction.filters"
+BY_DIFF = {"ratio_enabled": False, "diff_enabled": True}
 GDPO = "adv_estimator=gdpo gdpo_reward_keys=[a,b]"
 TOKEN_BASELINES = [name for name, each in ADV_ESTIMATORS.items() if each.sums_squares]
 ASKING = ("gdpo", "grpo", "maxrl", "remax", *TOKEN_BASELINES)
@@ -83,16 +86,21 @@ def filters(**keys: Any) -> str:
     return f"{FILTERS}=[{{{inside}}}]"
 
 
+def cases(stage: str, given: str, *changes: str) -> list[tuple[str, str, str]]:
+    return [(stage, given, change) for change in changes]
+
+
+def each(key: str, names: Iterable[str]) -> list[str]:
+    return [f"{key}={name}" for name in names]
+
+
 CASES: list[tuple[str, str, str]] = [
-    ("run", "", "ppo_epochs=2"),
-    ("run", "", "max_grad_norm=0.5"),
-    ("run", "", "l2=0.1"),
+    *cases("run", "", "ppo_epochs=2", "max_grad_norm=0.5", "l2=0.1"),
     ("run", "adv_estimator=gae", "critic_warmup=3"),
-    ("run", "", "enable_old_logprobs_recompute=true"),
-    ("run", "", "force_disable_old_logprobs_recompute=true"),
+    *cases("run", "", "enable_old_logprobs_recompute=true", "force_disable_old_logprobs_recompute=true"),
     # Advantages
-    *(("advantages", "adv_estimator=grpo", f"adv_estimator={x}") for x in ADV_ESTIMATORS if x not in ASKING),
-    *(("run", "adv_estimator=grpo", f"adv_estimator={x}") for x in TOKEN_BASELINES),  # the trainer has to score
+    *cases("advantages", "adv_estimator=grpo", *each("adv_estimator", (x for x in ADV_ESTIMATORS if x not in ASKING))),
+    *cases("run", "adv_estimator=grpo", *each("adv_estimator", TOKEN_BASELINES)),  # the trainer has to score
     ("advantages", f"adv_estimator={TOKEN_BASELINES[0]}", f"adv_estimator={TOKEN_BASELINES[1]}"),
     ("run", "adv_estimator=grpo", "adv_estimator=remax"),  # needs greedy episodes; the advantages are checked below
     ("advantages", f"{PLAIN} adv_estimator=grpo", GDPO),
@@ -110,27 +118,22 @@ CASES: list[tuple[str, str, str]] = [
     ("advantages", "adv_estimator=gae", "turn_level_gae=true"),
     *(("advantages", f"adv_estimator={x}", "episode_reward_weight=0.5") for x in ("gigpo", "step_reinforce")),
     *(("advantages", f"adv_estimator={x}", "step_reward_weight=0.5") for x in ("gigpo", "step_reinforce")),
-    ("advantages", "", "whiten_advantages=true"),
-    ("advantages", "", "advantage_clip=0.5"),
+    *cases("advantages", "", "whiten_advantages=true", "advantage_clip=0.5"),
     # Rewards
-    *(("rewards", PLAIN, f"norm_mean_type={x}") for x in NormType.__args__),  # type: ignore[attr-defined]
-    *(("rewards", "", f"norm_std_type={x}") for x in NormType.__args__),  # type: ignore[attr-defined]
-    *(("rewards", PLAIN, f"reward_norm={x}") for x in NormType.__args__),  # type: ignore[attr-defined]
-    ("rewards", f"{PLAIN} reward_norm=batch", "reward_shift=true"),
-    ("rewards", f"{PLAIN} reward_norm=batch", "reward_scale=true"),
+    *cases("rewards", PLAIN, *each("norm_mean_type", get_args(NormType))),
+    *cases("rewards", "", *each("norm_std_type", get_args(NormType))),
+    *cases("rewards", PLAIN, *each("reward_norm", get_args(NormType))),
+    *cases("rewards", f"{PLAIN} reward_norm=batch", "reward_shift=true", "reward_scale=true"),
     ("rewards", PLAIN, "use_reward_scaling=true"),
     ("rewards", f"{PLAIN} use_reward_scaling=true", "use_reward_norm=true"),
-    *(("rewards", PLAIN, f"reward_normalization.method={x}") for x in ("mean", "mean_std", "asym_clip")),
+    *cases("rewards", PLAIN, *each("reward_normalization.method", ("mean", "mean_std", "asym_clip"))),
     ("rewards", NAMED, "reward_normalization.method=identity"),
-    *(("rewards", NAMED, f"reward_normalization.grouping={x}") for x in ("state", "inductive")),
+    *cases("rewards", NAMED, *each("reward_normalization.grouping", ("state", "inductive"))),
     ("rewards", f"{NAMED} reward_normalization.grouping=state", "reward_normalization.grouping=batch"),
-    ("rewards", "", "reward_clip=0.5"),
-    ("rewards", "", "whiten_rewards=true"),
+    *cases("rewards", "", "reward_clip=0.5", "whiten_rewards=true"),
     ("rewards", "overlong_buffer.len=2", "overlong_buffer.enable=true"),
-    ("rewards", BUFFER, "overlong_buffer.len=3"),
-    ("rewards", BUFFER, "overlong_buffer.penalty_factor=2"),
-    ("rewards", BUFFER, "overlong_buffer.max_length=2"),
-    ("rewards", BUFFER, "response_length=4"),
+    *cases("rewards", BUFFER, "overlong_buffer.len=3", "overlong_buffer.penalty_factor=2"),
+    *cases("rewards", BUFFER, "overlong_buffer.max_length=2", "response_length=4"),
     ("rewards", "", "add_len_reward=true"),
     ("rewards", "add_len_reward=true", "len_reward_coef=0.5"),
     # KL
@@ -138,14 +141,14 @@ CASES: list[tuple[str, str, str]] = [
     ("rewards", KL, "init_kl_coef=0.4"),
     ("kl_coef", KL, "target_kl=0.01"),
     ("kl_coef", f"{KL} target_kl=0.01", "kl_horizon=50"),
-    *(("rewards", KL, f"kl_penalty={x}") for x in ("abs", "mse", "k2", "low_var_kl", "k3")),
-    *(("rewards", f"{KL} kl_penalty=k3", f"kl_penalty={x}") for x in ("kl", "k1")),
+    *cases("rewards", KL, *each("kl_penalty", ("abs", "mse", "k2", "low_var_kl", "k3"))),
+    *cases("rewards", f"{KL} kl_penalty=k3", *each("kl_penalty", ("kl", "k1"))),
     ("run", KL, "kl_penalty=full"),  # hidden states have to travel; the rewards are checked below
     ("run", KL_LOSS, "kl_penalty=full"),
-    *(("policy", KL_LOSS, f"kl_penalty={x}") for x in ("abs", "mse", "k2", "low_var_kl", "k3")),
+    *cases("policy", KL_LOSS, *each("kl_penalty", ("abs", "mse", "k2", "low_var_kl", "k3"))),
     ("policy", "", KL_LOSS),
     ("policy", KL_LOSS, "kl_loss_coef=0.4"),
-    *(("policy", KL_LOSS, f"kl_penalty={x}") for x in ("kl+", "k1+", "abs+", "low_var_kl+", "k3+")),
+    *cases("policy", KL_LOSS, *each("kl_penalty", ("kl+", "k1+", "abs+", "low_var_kl+", "k3+"))),
     ("policy", KL_LOSS, "kl_loss_penalty=abs"),
     ("run", KL_LOSS, "kl_loss_target=0.01"),
     # What the policy's loss counts
@@ -158,89 +161,56 @@ CASES: list[tuple[str, str, str]] = [
     ("selection", "difficulty_mask=true difficulty_low_threshold=-0.5", "difficulty_high_threshold=0.5"),
     ("selection", "", "error_max_len_clip=true error_max_len_threshold=1"),
     ("selection", "error_max_len_clip=true", "error_max_len_threshold=1"),
-    ("selection", "", "difficulty_loss_weight=true"),
-    ("selection", "", "length_loss_weight=true"),
-    ("selection", "", "use_pf_ppo=true"),
-    *(
-        ("selection", "use_pf_ppo=true pf_ppo.reweight_method=pow", f"pf_ppo.reweight_method={x}")
-        for x in ("max_min", "max_random")
-    ),
+    *cases("selection", "", "difficulty_loss_weight=true", "length_loss_weight=true", "use_pf_ppo=true"),
+    *cases("selection", PF_PPO, *each("pf_ppo.reweight_method", ("max_min", "max_random"))),
     ("selection", "use_pf_ppo=true pf_ppo.reweight_method=max_min", "pf_ppo.reweight_method=pow"),
     ("selection", "use_pf_ppo=true", "pf_ppo.weight_pow=0.5"),
     ("run", TRUNCATED, "train_infer_correction.replay_kept_sets=64"),
     ("run", "", WEIGHT),
-    *(
-        ("selection", WEIGHT, f"train_infer_correction.is_weight.weight_type={x}")
-        for x in ("segment", "geometric", "sequence")
-    ),
-    (
-        "selection",
-        f"{WEIGHT} train_infer_correction.is_weight.weight_type=sequence",
-        "train_infer_correction.is_weight.weight_type=token",
-    ),
-    ("selection", WEIGHT, "train_infer_correction.is_weight.upper_bound=0.8"),
-    ("run", WEIGHT, "train_infer_correction.is_weight.detach=false"),
-    ("policy", LIVE, "train_infer_correction.is_weight.upper_bound=0.8"),
-    ("selection", WEIGHT, "train_infer_correction.is_weight.batch_normalize=true"),
+    *cases("selection", WEIGHT, *each(f"{IS_WEIGHT}.weight_type", ("segment", "geometric", "sequence"))),
+    ("selection", f"{WEIGHT} {IS_WEIGHT}.weight_type=sequence", f"{IS_WEIGHT}.weight_type=token"),
+    ("selection", WEIGHT, f"{IS_WEIGHT}.upper_bound=0.8"),
+    ("run", WEIGHT, f"{IS_WEIGHT}.detach=false"),
+    ("policy", LIVE, f"{IS_WEIGHT}.upper_bound=0.8"),
+    ("selection", WEIGHT, f"{IS_WEIGHT}.batch_normalize=true"),
     ("run", "", "train_infer_correction.bypass=true"),
     ("run", "", filters()),
-    *(("selection", filters(), filters(agg_type=x)) for x in ("segment", "geometric", "sequence")),
+    *cases("selection", filters(), *(filters(agg_type=x) for x in ("segment", "geometric", "sequence"))),
     ("selection", filters(agg_type="sequence"), filters(agg_type="token")),
-    ("selection", filters(), filters(ratio_low=0.3)),
-    ("selection", filters(), filters(whole_rows=True)),
-    ("selection", filters(), filters(ratio_high=2.0)),
+    *cases("selection", filters(), filters(ratio_low=0.3), filters(whole_rows=True), filters(ratio_high=2.0)),
     ("selection", filters(), filters(diff_enabled=True)),
     ("selection", filters(diff_enabled=True), filters(diff_enabled=True, ratio_enabled=False)),
-    (
-        "selection",
-        filters(ratio_enabled=False, diff_enabled=True),
-        filters(ratio_enabled=False, diff_enabled=True, diff_low=-0.9),
-    ),
-    (
-        "selection",
-        filters(ratio_enabled=False, diff_enabled=True),
-        filters(ratio_enabled=False, diff_enabled=True, diff_high=0.9),
-    ),
+    *cases("selection", filters(**BY_DIFF), filters(**BY_DIFF, diff_low=-0.9), filters(**BY_DIFF, diff_high=0.9)),
     # The policy's loss
     ("policy", "", "rl_loss_coef=0.5"),
-    *(("policy", "", f"pg_variant={x}") for x in PG_VARIANTS if x not in ("ppo", "clip_cov", "kl_cov")),
+    *cases("policy", "", *each("pg_variant", (x for x in PG_VARIANTS if x not in ("ppo", "clip_cov", "kl_cov")))),
     ("policy", "pg_variant=vanilla", "pg_variant=ppo"),
-    *(("selection", "", f"pg_variant={x}") for x in ("clip_cov", "kl_cov")),
-    ("selection", COV, "clip_cov_ratio=0.1"),
-    ("selection", COV, "clip_cov_lb=0.5"),
-    ("selection", COV, "clip_cov_ub=0.4"),
+    *cases("selection", "", *each("pg_variant", ("clip_cov", "kl_cov"))),
+    *cases("selection", COV, "clip_cov_ratio=0.1", "clip_cov_lb=0.5", "clip_cov_ub=0.4"),
     ("selection", "pg_variant=kl_cov", "kl_cov_ratio=0.5"),
     ("policy", "pg_variant=kl_cov", "ppo_kl_coef=0.5"),
-    ("policy", "", "use_topr_loss=true"),
-    ("policy", "", "importance_sampling=seq"),
-    ("policy", "", "importance_sampling=segment"),
+    *cases("policy", "", "use_topr_loss=true", "importance_sampling=seq", "importance_sampling=segment"),
     ("policy", "importance_sampling=seq", "importance_sampling=token"),
     ("policy", "", "pg_clip=0.05"),
     ("policy", "pg_clip=0.05", RANGE),
-    ("policy", RANGE, "pg_clip_low=0.05"),
-    ("policy", RANGE, "pg_clip_high=0.05"),
+    *cases("policy", RANGE, "pg_clip_low=0.05", "pg_clip_high=0.05"),
     ("policy", "", "dual_clip_loss=true"),
     ("policy", "dual_clip_loss=true", "dual_clip_c=1.1"),
-    ("policy", "pg_variant=topr", "topr_positive_weight=0.5"),
-    ("policy", "pg_variant=topr", "topr_negative_weight=0.5"),
-    ("policy", "pg_variant=tis", "tis_lower_bound=0.5"),
-    ("policy", "pg_variant=tis", "tis_upper_bound=2.0"),
-    ("policy", "pg_variant=cispo", "cispo_epsilon_low=0.5"),
-    ("policy", "pg_variant=cispo", "cispo_epsilon_high=0.5"),
+    *cases("policy", "pg_variant=topr", "topr_positive_weight=0.5", "topr_negative_weight=0.5"),
+    *cases("policy", "pg_variant=tis", "tis_lower_bound=0.5", "tis_upper_bound=2.0"),
+    *cases("policy", "pg_variant=cispo", "cispo_epsilon_low=0.5", "cispo_epsilon_high=0.5"),
     ("policy", "pg_variant=cispo", "cispo_use_unified_mask=true"),
     ("policy", "pg_variant=kimi15", "kimi15_tau=0.5"),
-    ("policy", "pg_variant=sapo", "sapo_tau_pos=2.0"),
-    ("policy", "pg_variant=sapo", "sapo_tau_neg=2.0"),
+    *cases("policy", "pg_variant=sapo", "sapo_tau_pos=2.0", "sapo_tau_neg=2.0"),
     ("policy", "", "entropy_loss_coef=0.1"),
     ("policy", "entropy_loss_coef=0.1", "entropy_loss_coef_end=0.0"),
     ("policy", "", "sft_loss_coef=0.1"),
-    *(("policy", "", f"loss_agg_mode={x}") for x in LossAggMode.__args__ if x != "seq-mean-token-mean"),  # type: ignore[attr-defined]
+    *cases("policy", "", *each("loss_agg_mode", (x for x in get_args(LossAggMode) if x != "seq-mean-token-mean"))),
     ("policy", "loss_agg_mode=token-mean", "loss_agg_mode=seq-mean-token-mean"),
     ("policy", "loss_agg_mode=seq-mean-token-sum-norm", "loss_agg_norm=7"),
     ("policy", "", "pg_loss_cap=0.01"),
     # The critic's loss
-    ("value", "adv_estimator=gae", "value_clip=0.5"),
-    ("value", "adv_estimator=gae", "value_loss_coef=0.5"),
+    *cases("value", "adv_estimator=gae", "value_clip=0.5", "value_loss_coef=0.5"),
 ]
 
 
@@ -262,19 +232,12 @@ class Recorder:
 
 
 class Pipeline(RLPipeline):
+    rollouts = rollout = evaluate = None  # which no step of these tests calls
+
     def __init__(self, config: AgenticConfig, roles: Any) -> None:
         self.config, self.roles, self.bad_steps = config, roles, 0
         self.parts = config.parts
         self.shaping = Shaping(config.parts)
-
-    def rollouts(self) -> Any:
-        raise AssertionError
-
-    def rollout(self, step: int) -> Any:
-        raise AssertionError
-
-    def evaluate(self, name: str, step: int) -> Any:
-        raise AssertionError
 
 
 @pytest.fixture(scope="module")
@@ -424,12 +387,12 @@ def test_the_cases_name_every_key_and_every_name():
     choices = {
         "adv_estimator": ADV_ESTIMATORS,
         "pg_variant": PG_VARIANTS,
-        "kl_penalty": KlPenalty.__args__,  # type: ignore[attr-defined]
-        "loss_agg_mode": LossAggMode.__args__,  # type: ignore[attr-defined]
-        "pf_ppo.reweight_method": PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
-        "reward_normalization.method": RewardNormalizationConfig.model_fields["method"].annotation.__args__,  # type: ignore[union-attr]
-        "reward_normalization.grouping": RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
-        "train_infer_correction.is_weight.weight_type": AggregationLevel.__args__,  # type: ignore[attr-defined]
+        "kl_penalty": get_args(KlPenalty),
+        "loss_agg_mode": get_args(LossAggMode),
+        "pf_ppo.reweight_method": get_args(PfPpoConfig.model_fields["reweight_method"].annotation),
+        "reward_normalization.method": get_args(RewardNormalizationConfig.model_fields["method"].annotation),
+        "reward_normalization.grouping": get_args(RewardNormalizationConfig.model_fields["grouping"].annotation),
+        "train_infer_correction.is_weight.weight_type": get_args(AggregationLevel),
     }
     changes = {text for _, _, change in CASES for text in change.split()}
     assert {f"{key}={name}" for key, names in choices.items() for name in names} - changes == set()

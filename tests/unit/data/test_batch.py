@@ -1,10 +1,11 @@
-"""The ragged batch against plain lists of sequences."""
+"""The ragged batch against plain lists of sequences; kept sets in bytes and back, against Python's sets."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from roll.algorithms.types import require_finite
 from roll.data.batch import Batch
 from roll.data.columns import Item
+from roll.data.kept_sets import KeptSets, kept_item, kept_sizes
 from roll.data.packing import (
     make_micro_batches,
     make_packs,
@@ -43,19 +45,19 @@ def make_batch(sequences: Sequences) -> Batch:
         rewards_T=tokens.float() / 2,
         group_B=torch.tensor([tokens[0] for tokens in sequences], dtype=torch.int64),
         scores_B=torch.tensor([sum(tokens) for tokens in sequences], dtype=torch.float32),
-        ref_hidden_TH=torch.stack([tokens, -tokens, tokens * 2], dim=1).float(),
+        ref_hidden_TH=hidden(tokens),
     )
+
+
+def hidden(tokens_T: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tokens_T, -tokens_T, tokens_T * 2], dim=1).float()
 
 
 def lists(batch: Batch) -> Sequences:
     """Back to one list per sequence, after a check that the other columns moved along."""
     assert torch.equal(batch.loss_mask_T, batch.tokens_T % 2 == 0)
-    assert batch.rewards_T is not None and batch.group_B is not None and batch.scores_B is not None
     assert torch.equal(batch.rewards_T, batch.tokens_T.float() / 2)
-    assert batch.ref_hidden_TH is not None
-    assert torch.equal(
-        batch.ref_hidden_TH, torch.stack([batch.tokens_T, -batch.tokens_T, batch.tokens_T * 2], 1).float()
-    )
+    assert torch.equal(batch.ref_hidden_TH, hidden(batch.tokens_T))
     found = [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())] if len(batch.lengths_B) else []
     assert batch.group_B.tolist() == [tokens[0] for tokens in found]
     assert batch.scores_B.tolist() == [sum(tokens) for tokens in found]
@@ -83,27 +85,18 @@ def test_select_takes_any_rows_in_any_order(sequences, data):
     assert batch.tokens_T[batch.token_index(rows)].tolist() == [token for tokens in expected for token in tokens]
 
 
-@given(sequences_strategy, st.integers(1, 6))
-def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences, num_parts):
+@given(sequences_strategy, st.integers(1, 6), st.none() | st.integers(0, 50))
+def test_split_gives_every_row_to_one_part_and_balances_tokens_or_the_work_of_attention(sequences, num_parts, linear):
     batch = make_batch(sequences)
-    parts = batch.split(num_parts)
+    parts = batch.split(num_parts) if linear is None else batch.split(num_parts, linear)
     assert len(parts) == num_parts
     assert sorted(row for part in parts for row in part.tolist()) == list(range(len(sequences)))
     assert sum(len(part) > 0 for part in parts) == min(num_parts, len(sequences))
-    loads = [sum(len(sequences[row]) for row in part.tolist()) for part in parts]
+    works = [len(one) if linear is None else linear * len(one) + len(one) ** 2 for one in sequences]
+    loads = [sum(works[row] for row in part.tolist()) for part in parts]
     # Longest first onto the lightest: no two parts differ by more than the longest sequence.
-    assert max(loads) - min(loads) <= max(map(len, sequences), default=0)
+    assert max(loads) - min(loads) <= max(works, default=0)
     assert all(part.dtype == torch.int64 for part in parts)
-
-
-@given(sequences_strategy, st.integers(1, 6), st.integers(0, 50))
-def test_split_balances_the_work_of_attention(sequences, num_parts, linear):
-    batch = make_batch(sequences)
-    parts = batch.split(num_parts, linear)
-    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(sequences)))
-    loads = [sum(linear * len(sequences[row]) + len(sequences[row]) ** 2 for row in part.tolist()) for part in parts]
-    heaviest = max((linear * len(one) + len(one) ** 2 for one in sequences), default=0)
-    assert max(loads) - min(loads) <= heaviest
 
 
 @given(sequences_strategy, st.integers(1, 5), st.data())
@@ -194,24 +187,15 @@ def test_one_long_sequence_weighs_as_much_as_many_short_ones():
     batch = make_batch([[1] * length for length in (8, 4, 4, 4, 4)])
     by_tokens, by_work = batch.split(2), batch.split(2, 0)  # 8² = 4 × 4²
     assert sorted(len(part) for part in by_tokens) == [2, 3] and sorted(len(part) for part in by_work) == [1, 4]
-    assert batch.balance(2) == {
-        "global_seqlen/min": 8.0,
-        "global_seqlen/max": 16.0,
-        "global_seqlen/minmax_diff": 8.0,
-        "global_seqlen/balanced_min": 12.0,
-        "global_seqlen/balanced_max": 12.0,
-        "global_seqlen/mean": 12.0,
-    }
+    lengths = {"min": 8.0, "max": 16.0, "minmax_diff": 8.0, "balanced_min": 12.0, "balanced_max": 12.0, "mean": 12.0}
+    assert batch.balance(2) == {f"global_seqlen/{name}": value for name, value in lengths.items()}
     assert batch.balance(2, 0)["global_seqlen/balanced_max"] == 16.0
 
 
 def test_split_keeps_groups_whole_where_that_costs_no_balance():
     batch = make_batch([[1] * length for length in (5, 4, 6, 5, 5, 6, 4, 5)])
-    whole = batch.replace(group_B=torch.tensor([7, 7, 3, 3, 9, 9, 4, 4])).split(2)
-    assert [part.tolist() for part in whole] == [[0, 1, 2, 3], [4, 5, 6, 7]] or [part.tolist() for part in whole] == [
-        [2, 3, 6, 7],
-        [0, 1, 4, 5],
-    ]
+    whole = [part.tolist() for part in batch.replace(group_B=torch.tensor([7, 7, 3, 3, 9, 9, 4, 4])).split(2)]
+    assert whole in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[2, 3, 6, 7], [0, 1, 4, 5]])
     uneven = batch.replace(group_B=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])).split(2)
     assert [part.tolist() for part in uneven] == [part.tolist() for part in batch.split(2)]
 
@@ -220,29 +204,27 @@ def test_an_empty_share_goes_through_every_method():
     full = make_batch([[1, 2, 3], [4]])
     empty = full.select([])
     assert (empty.num_sequences, empty.num_tokens) == (0, 0)
-    assert [name for name, value in vars(empty).items() if value is not None] == [
-        name for name, value in vars(full).items() if value is not None
-    ]
+    assert [column is None for column in vars(empty).values()] == [column is None for column in vars(full).values()]
     assert [len(part) for part in empty.split(3)] == [0, 0, 0]
     assert empty.select([]).token_index([]).tolist() == []
     assert (len(empty.offsets_B), len(empty.rows_T), len(empty.positions_T)) == (0, 0, 0)
     assert pickle.loads(pickle.dumps(empty)).num_sequences == 0
 
 
-def test_a_wrong_shape_names_the_field():
+@pytest.mark.parametrize(
+    ("field", "shape", "expected"),
+    [
+        ("loss_mask_T", (3,), "(4)"),
+        ("group_B", (4,), "(2)"),
+        ("values_T", (2, 2), "(4)"),
+        ("ref_hidden_TH", (3, 2), "(4, H)"),
+        ("ref_hidden_TH", (4, 2, 2), "(4, H)"),
+    ],
+)
+def test_a_wrong_shape_names_the_field(field, shape, expected):
     batch = make_batch([[1, 2, 3], [4]])
-    with pytest.raises(ValueError, match=r"Batch.loss_mask_T: got shape \(3,\), expected \(4\)"):
-        batch.replace(loss_mask_T=torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"Batch.group_B: got shape \(4,\), expected \(2\)"):
-        batch.replace(group_B=torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"Batch.values_T: got shape \(2, 2\), expected \(4\)"):
-        batch.replace(values_T=torch.zeros(2, 2))
-    for wrong in (torch.zeros(3, 2), torch.zeros(4, 2, 2), torch.zeros(4)):
-        shape = ", ".join(map(str, wrong.shape))
-        if wrong.shape == (4,):
-            continue
-        with pytest.raises(ValueError, match=rf"Batch.ref_hidden_TH: got shape \({shape}\), expected \(4, H\)"):
-            batch.replace(ref_hidden_TH=wrong)
+    with pytest.raises(ValueError, match=re.escape(f"Batch.{field}: got shape {shape}, expected {expected}")):
+        batch.replace(**{field: torch.zeros(shape)})
 
 
 def test_a_batch_does_not_change():
@@ -253,7 +235,9 @@ def test_a_batch_does_not_change():
     assert batch.rewards_T is not None
 
 
-def test_pickles_out_of_band_without_a_copy():
+@pytest.mark.filterwarnings("error")
+def test_pickles_out_of_band_without_a_copy_and_read_only_memory_gives_a_usable_batch_without_a_warning():
+    """As out of Ray's object store, where arrays are read-only."""
     batch = make_batch([[1, 2, 3], [4]])
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
@@ -261,14 +245,6 @@ def test_pickles_out_of_band_without_a_copy():
     again = pickle.loads(data, buffers=buffers)
     assert lists(again) == [[1, 2, 3], [4]]
     assert again.tokens_T.data_ptr() == batch.tokens_T.data_ptr()
-
-
-@pytest.mark.filterwarnings("error")
-def test_read_only_memory_gives_a_usable_batch_without_a_warning():
-    """As out of Ray's object store, where arrays are read-only."""
-    batch = make_batch([[1, 2, 3], [4]])
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     again = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
     assert not np.shares_memory(again.tokens_T.numpy(), batch.tokens_T.numpy())
     assert lists(again.select([1, 0])) == [[4], [1, 2, 3]]
@@ -330,12 +306,10 @@ def test_rectangles_pad_on_the_right_packed_rows_restart_positions_and_no_first_
     assert inputs.target_K.tolist() == [12, 13, 22, 33]
     assert inputs.token_K.tolist() == [1, 2, 4, 7]
     inputs = packed_row(three_rows())
-    assert inputs.position_ids_RC is not None
     assert inputs.position_ids_RC.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
     assert inputs.input_ids_RC.flatten()[inputs.source_K].tolist() == [11, 12, 21, 32]
-    batch = three_rows()
     with pytest.raises(ValueError, match="first token"):
-        rectangle(batch.replace(loss_mask_T=torch.ones(9).bool()))
+        rectangle(three_rows().replace(loss_mask_T=torch.ones(9).bool()))
 
 
 def test_placeholder_has_the_same_columns_and_no_loss_tokens():
@@ -345,8 +319,7 @@ def test_placeholder_has_the_same_columns_and_no_loss_tokens():
     placeholder = take_micro_batch(batch, [torch.tensor([2])], 1)
     assert not placeholder.loss_mask_T.any()
     assert placeholder.scores_B is not None and placeholder.advantages_T is not None
-    assert placeholder.parts_BK is not None and placeholder.parts_BK.shape == (1, 2)
-    assert placeholder.ref_hidden_TH is not None and placeholder.ref_hidden_TH.shape == (2, 4)
+    assert placeholder.parts_BK.shape == (1, 2) and placeholder.ref_hidden_TH.shape == (2, 4)
     assert placeholder.values_T is None
     assert take_micro_batch(batch, [torch.tensor([2])], 0).tokens_T.tolist() == [31, 32, 33, 34]
 
@@ -376,3 +349,37 @@ def test_pictures_of_a_part_are_bounded_each_counted_once(shown, most, pairs):
         sets = [shown[row] | (shown[row ^ 1] if pairs else set()) for row in rows]
         union = set().union(*sets)
         assert sum(map(SIZES.__getitem__, union)) <= most or union in sets, "a sample alone may have more"
+
+
+VOCABULARY = 152_000
+
+
+def test_sets_come_back_where_they_were_in_no_more_bytes_than_promised():
+    rng = np.random.default_rng(0)
+    sizes = [1, 0, 7, 4096, 300, 0, 1, 20_000]
+    sets = [rng.choice(VOCABULARY, size, replace=False) for size in sizes]
+    sets[0], sets[6] = np.array([0]), np.array([VOCABULARY - 1])
+    items = kept_item(3, sets[:4]), kept_item(300, sets[4:])  # two turns of one row
+    for item, own in zip(items, (sizes[:4], sizes[4:]), strict=True):
+        assert item.data.nbytes <= 8 + sum(3 + size + VOCABULARY // 128 + VOCABULARY // 16384 for size in own)
+    tokens = torch.zeros(310, dtype=torch.int64)
+    places = [*range(3, 7), *range(300, 304)]
+    for place, ids in zip(places, sets, strict=True):
+        tokens[place] = int(ids[0]) if len(ids) else 5
+    lengths, mask_T = torch.tensor([2, 304, 4]), torch.zeros(310, dtype=torch.bool)
+    batch = Batch(lengths, tokens.roll(2), mask_T, kept_I=((), items, ()))
+
+    found = KeptSets.of(batch.select([2, 1]))  # rows of other lengths in front
+
+    expected = {4 + place: set(ids.tolist()) for place, ids in zip(places, sets, strict=True) if len(ids)}
+    for token in range(batch.num_tokens - 2):
+        ids = found[torch.tensor([token])].ids.tolist()
+        assert ids == sorted(expected.get(token, ()))
+    mask = found[4:].mask(1000, 500)
+    for place, ids in zip(places, sets, strict=True):
+        assert mask[place].nonzero()[:, 0].tolist() == [
+            i for i in range(500) if not len(ids) or i + 1000 in expected[4 + place]
+        ]
+    assert [*kept_sizes(items[0]), *kept_sizes(items[1])] == sizes
+    with pytest.raises(ValueError, match="kept_I: 6 sampled tokens are not in their own kept sets"):
+        KeptSets.of(batch.replace(tokens_T=torch.full_like(tokens, 77_777)))

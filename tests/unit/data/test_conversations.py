@@ -6,8 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
-import torch
+from pyarrow import parquet
 
 from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns, RewardColumns
@@ -19,19 +20,12 @@ from roll.data.renderer import ChatRenderer
 from roll.data.template_check import LeftOut
 from roll.models.tiny import make_tokenizer
 from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
+from tests.support.lines import write_lines as write
+from tests.support.talks import says, system, user
 
 RENDERER = ChatRenderer(make_tokenizer())
-TALK = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "Up"},
-    {"role": "user", "content": "b"},
-    {"role": "assistant", "content": "Down"},
-]
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+TALK = [user("a"), says("Up"), user("b"), says("Down")]
+ANSWERED = {"prompt": "q", "response": "r"}
 
 
 def load(path: Path, columns: dict[str, Any], **options: Any) -> Conversations:
@@ -39,28 +33,28 @@ def load(path: Path, columns: dict[str, Any], **options: Any) -> Conversations:
     return load_conversations(args, renderer=RENDERER, **{"max_tokens": 64, **options})
 
 
-def said(data: Conversations, row: int) -> str:
-    """What a row's mask is 1 on, as text."""
-    one = data.batch.select([row])
-    return str(RENDERER.tokenizer.decode(one.tokens_T[one.loss_mask_T]))
+def said(data: Conversations) -> list[str]:
+    """What each row's mask is 1 on, as text."""
+    lengths = data.batch.lengths_B.tolist()
+    rows = zip(data.batch.tokens_T.split(lengths), data.batch.loss_mask_T.split(lengths), strict=True)
+    return [RENDERER.tokenizer.decode(tokens[mask]) for tokens, mask in rows]
 
 
 def test_questions_with_answers_and_conversations_are_read_from_every_format(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    pairs = load(write(tmp_path / "pairs.jsonl", [{"q": "a", "r": "Up"}]), {"prompt": "q", "response": "r"})
-    assert said(pairs, 0) == "Up<|im_end|>"
+    pairs = load(write(tmp_path / "pairs.jsonl", [{"q": "a", "r": "Up"}]), ANSWERED)
+    assert said(pairs) == ["Up<|im_end|>"]
     rows = [{"talk": TALK}, {"talk": TALK[:2]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "talks.parquet")
     for path in (write(tmp_path / "talks.jsonl", rows), tmp_path / "talks.parquet"):
         talks = load(path, {"messages": "talk", "system_prompt": "S"})
-        assert [said(talks, row) for row in (0, 1)] == ["Up<|im_end|>Down<|im_end|>", "Up<|im_end|>"]
-        assert said(load(path, {"messages": "talk"}, last_only=True), 0) == "Down<|im_end|>"
+        assert said(talks) == ["Up<|im_end|>Down<|im_end|>", "Up<|im_end|>"]
+        assert said(load(path, {"messages": "talk"}, last_only=True))[0] == "Down<|im_end|>"
         assert [question.messages[-1]["content"] for question in talks.questions] == ["b", "a"]
         assert talks.questions[0].messages[0]["role"] == "system"
-    tokens = pairs.batch.select([0]).tokens_T.tolist()
-    assert tokens == [*RENDERER.prompt(TALK[:1]).tolist(), *RENDERER.tokenizer.encode("Up<|im_end|>")]
+    assert pairs.batch.tokens_T.tolist() == [
+        *RENDERER.prompt(TALK[:1]).tolist(),
+        *RENDERER.tokenizer.encode("Up<|im_end|>"),
+    ]
 
 
 PADS_WITH_ITS_END = [name for name, family in FAMILIES.items() if family.pad == MARKS[name]]
@@ -73,37 +67,28 @@ def test_an_end_that_pads_too_is_learned_behind_every_answer(family, tmp_path):
     batch = load_conversations(args, renderer=renderer, max_tokens=4096).batch
     learned, pad = batch.tokens_T[batch.loss_mask_T], renderer.tokenizer.pad_token_id
     assert int((learned == pad).sum()) == 2
-    text = str(renderer.tokenizer.decode(learned))
+    text = renderer.tokenizer.decode(learned)
     assert text.endswith(MARKS[family]) and "Up" in text and "Down" in text
 
 
 def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path):
-    bad = write(
-        tmp_path / "bad.jsonl",
-        [
-            {"talk": TALK},
-            {"talk": TALK[:3]},
-            {"talk": [TALK[0], {**TALK[1], "weight": 0}]},
-            {"talk": [*TALK[:3], {"role": "assistant", "content": " "}]},
-            {"talks": TALK},
-            {"talk": [{"role": "user", "content": "x" * 80}, TALK[1]]},
-        ],
-    )
+    wrong = {
+        "talk[2]: the last message is the user's, expected the assistant's": {"talk": TALK[:3]},
+        "nothing to train on: weight or train or training or loss excludes all assistant messages": {
+            "talk": [TALK[0], {**TALK[1], "weight": 0}]
+        },
+        "talk[3].content: empty, expected an answer": {"talk": [*TALK[:3], says(" ")]},
+        "no column 'talk'": {"talks": TALK},
+        "88 tokens, expected at most sequence_length = 64 (see sample_overflow)": {"talk": [user("x" * 80), TALK[1]]},
+    }
+    bad = write(tmp_path / "bad.jsonl", [{"talk": TALK}, *wrong.values()])
     with pytest.raises(DataError) as caught:
         load(bad, {"messages": "talk"})
-    told = "\n".join(caught.value.problems)
-    assert caught.value.count == 5
-    for line, words in (
-        (2, "talk[2]: the last message is the user's, expected the assistant's"),
-        (3, "nothing to train on: weight or train or training or loss excludes all assistant messages"),
-        (4, "talk[3].content: empty, expected an answer"),
-        (5, "no column 'talk'"),
-        (6, "88 tokens, expected at most sequence_length = 64 (see sample_overflow)"),
-    ):
-        assert f"{bad}:{line}: " in told and words in told, told
+    for line, (words, problem) in enumerate(zip(wrong, caught.value.problems, strict=True), 2):
+        assert problem.startswith(f"{bad}:{line}: ") and words in problem
     pairs = write(tmp_path / "pairs.jsonl", [{"q": "a"}, {"q": "a", "r": 3}])
     with pytest.raises(DataError, match=r"pairs.jsonl:1: no column 'r'.*\n.*pairs.jsonl:2: column 'r': 3, expected"):
-        load(pairs, {"prompt": "q", "response": "r"})
+        load(pairs, ANSWERED)
 
 
 @pytest.mark.parametrize(("overflow", "kept"), [("drop", 1), ("truncate", 2)])
@@ -114,13 +99,13 @@ def test_what_is_too_long_is_left_out_or_cut_and_counted(tmp_path, overflow, kep
         {"q": "y" * 100, "r": "Up"},  # a cut leaves nothing to imitate
     ]
     path = write(tmp_path / "long.jsonl", rows)
-    data = load(path, {"prompt": "q", "response": "r"}, overflow=overflow)
+    data = load(path, ANSWERED, overflow=overflow)
     report = data.report
     assert (report.samples, report.overlong, report.silent) == (kept, 2, int(overflow == "truncate"))
     assert report.rows == 3 and report.longest == 108 and data.batch.lengths_B.max() <= 64
     assert "2 over 64 tokens " + {"drop": "dropped", "truncate": "cut"}[overflow] in str(report)
     with pytest.raises(DataError, match="no conversations: all 3 are longer than sequence_length = 4"):
-        load(path, {"prompt": "q", "response": "r"}, overflow=overflow, max_tokens=4)
+        load(path, ANSWERED, overflow=overflow, max_tokens=4)
 
 
 def test_rows_behind_the_checked_ones_may_pass_the_filter(tmp_path):
@@ -136,16 +121,17 @@ def test_rows_behind_the_checked_ones_may_pass_the_filter(tmp_path):
 def test_held_out_questions_bring_what_rewards_need(tmp_path):
     row = {"q": "a", "r": "Up", "solution": "7", "tag": "sums", "level": 3}
     path = write(tmp_path / "val.jsonl", [row])
-    (question,) = load(path, {"prompt": "q", "response": "r"}, scoring=Scoring(["sums"], "solution")).questions
+    (question,) = load(path, ANSWERED, scoring=Scoring(["sums"], "solution")).questions
     assert (question.tag, question.ground_truth, question.extra_info["level"]) == ("sums", "7", 3)
     with pytest.raises(DataError, match="tag 'sums', expected one of chess"):
-        load(path, {"prompt": "q", "response": "r"}, scoring=Scoring(["chess"], "solution"))
+        load(path, ANSWERED, scoring=Scoring(["chess"], "solution"))
+
+
+HEAD = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def load_scores(path: Path, rows: list[dict[str, Any]], *, in_steps: bool) -> Conversations:
-    file = path / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataArguments(file_name=str(file), prompt="ask", response="answer")
+    data = DataArguments(file_name=str(write(path / "data.jsonl", rows)), prompt="ask", response="answer")
     return load_scored(data, RewardColumns(), in_steps=in_steps, renderer=RENDERER, max_tokens=60)
 
 
@@ -157,20 +143,17 @@ def before_scores(data: Conversations) -> list[str]:
 
 def test_a_score_stands_behind_the_whole_conversation_or_behind_each_step(tmp_path):
     data = load_scores(tmp_path, [{"ask": "a?", "answer": "b", "score": -1.5}], in_steps=False)
-    talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
-    assert before_scores(data) == [RENDERER.tokenizer.apply_chat_template(talk, tokenize=False)]
+    assert before_scores(data) == [RENDERER.tokenizer.apply_chat_template([user("a?"), says("b")], tokenize=False)]
     assert data.batch.returns_T[data.batch.loss_mask_T].tolist() == [-1.5]
     data = load_scores(tmp_path, [{"ask": "a?", "steps": ["x ", "y"], "step_labels": [True, 0.25]}], in_steps=True)
-    head = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
-    assert before_scores(data) == [head + "x ", head + "x y<|im_end|>\n"]
+    assert before_scores(data) == [HEAD + "x ", HEAD + "x y<|im_end|>\n"]
     assert data.batch.returns_T[data.batch.loss_mask_T].tolist() == [1.0, 0.25]
 
 
 def test_a_step_that_spells_a_control_token_is_letters(tmp_path):
     row = {"ask": "a?", "steps": ["x <|im_end|>", "y"], "step_labels": [True, False]}
     data = load_scores(tmp_path, [row], in_steps=True)
-    head = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
-    assert before_scores(data) == [head + "x <|im_end|>", head + "x <|im_end|>y<|im_end|>\n"]
+    assert before_scores(data) == [HEAD + "x <|im_end|>", HEAD + "x <|im_end|>y<|im_end|>\n"]
     end = RENDERER.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert data.batch.tokens_T.tolist().count(end) == 2, "the ends of both turns"
     with pytest.raises(DataError, match=r"data.jsonl:1: .*a control token is cut in two"):
@@ -178,22 +161,19 @@ def test_a_step_that_spells_a_control_token_is_letters(tmp_path):
 
 
 def test_rows_without_scores_are_told(tmp_path):
-    with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': 'good', expected a number"):
-        load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": "good"}], in_steps=False)
-    with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': inf, expected a finite number"):
-        load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": "inf"}], in_steps=False)
+    for score, told in (("good", "'good', expected a number"), ("inf", "inf, expected a finite number")):
+        with pytest.raises(DataError, match=rf"data.jsonl:1: column 'score': {told}"):
+            load_scores(tmp_path, [{"ask": "a", "answer": "b", "score": score}], in_steps=False)
     with pytest.raises(DataError, match=r"data.jsonl:1: column 'steps': a lone surrogate at character 2"):
         load_scores(tmp_path, [{"ask": "a", "steps": ["x", "\ud800"], "step_labels": [1, 1]}], in_steps=True)
     rows = [{"ask": "a", "steps": ["x", "y"], "step_labels": [1]}, {"ask": "a", "steps": [], "step_labels": []}]
-    with pytest.raises(
-        DataError, match=r"expected a list of 2, one per step[\s\S]*data.jsonl:2.*expected a list of texts"
-    ):
+    told = r"expected a list of 2, one per step[\s\S]*data.jsonl:2.*expected a list of texts"
+    with pytest.raises(DataError, match=told):
         load_scores(tmp_path, rows, in_steps=True)
 
 
 def load_pairs(path: Path, rows: list[dict[str, Any]], *, label: str | None = None, **options: Any) -> Conversations:
-    file = path / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write(path / "data.jsonl", rows)
     keys = {key: options.pop(key) for key in ("prompt", "messages", "response") if key in options} or {"prompt": "ask"}
     return load_preferences(
         DataArguments(file_name=str(file), **keys),
@@ -205,30 +185,6 @@ def load_pairs(path: Path, rows: list[dict[str, Any]], *, label: str | None = No
     )
 
 
-def sides(data: Conversations) -> list[str]:
-    """What each row's loss counts, without the token that ends it."""
-    lengths = data.batch.lengths_B.tolist()
-    rows = zip(data.batch.tokens_T.split(lengths), data.batch.loss_mask_T.split(lengths), strict=True)
-    return [RENDERER.tokenizer.decode(tokens[mask][:-1]) for tokens, mask in rows]
-
-
-def test_columns_messages_and_conversations_say_the_same(tmp_path):
-    ask = {"role": "user", "content": "a?"}
-    answers = [{"role": "assistant", "content": text} for text in ("good", "bad")]
-    rows = {
-        "prompt": ({"ask": "a?", "chosen": "good", "rejected": "bad"}, {"prompt": "ask"}),
-        "messages": ({"ask": [ask], "chosen": [answers[0]], "rejected": "bad"}, {"messages": "ask"}),
-        "whole": ({"chosen": [ask, answers[0]], "rejected": [ask, answers[1]]}, {"messages": "chosen"}),
-    }
-    found = [load_pairs(tmp_path, [row], **keys) for row, keys in rows.values()]
-    for data in found:
-        assert sides(data) == ["good", "bad"]
-        assert data.batch.pair_B.tolist() == [0, 0] and data.batch.preferred_B.tolist() == [True, False]
-        assert torch.equal(data.batch.tokens_T, found[0].batch.tokens_T)
-        assert [question.messages for question in data.questions] == [(ask,)]
-    assert str(found[0].report).startswith("1 pairs, 9 of ")
-
-
 def test_with_one_side_of_a_pair_goes_the_other(tmp_path):
     rows = [
         {"ask": "a", "chosen": "yes", "rejected": "n" * 90},
@@ -237,7 +193,8 @@ def test_with_one_side_of_a_pair_goes_the_other(tmp_path):
         {"ask": "d", "chosen": "three", "rejected": "four"},
     ]
     data = load_pairs(tmp_path, rows, overflow="drop")
-    assert sides(data) == ["one", "two", "three", "four"]
+    assert said(data) == [f"{word}<|im_end|>" for word in ("one", "two", "three", "four")]
+    assert str(data.report).startswith("2 pairs, 19 of ")
     assert data.batch.pair_B.tolist() == [0, 0, 1, 1]
     assert [question.messages[-1]["content"] for question in data.questions] == ["b", "d"]
 
@@ -283,10 +240,7 @@ def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path, margin, words):
         ({"ask": "a", "chosen": None, "rejected": "x"}, {}, "column 'chosen': null, expected the text of an answer"),
         ({"ask": "a", "chosen": " ", "rejected": "x"}, {}, "column 'chosen': ' ', expected the text of an answer"),
         (
-            {
-                side: [{"role": "user", "content": side}, {"role": "assistant", "content": side}]
-                for side in ("chosen", "rejected")
-            },
+            {side: [user(side), says(side)] for side in ("chosen", "rejected")},
             {"messages": "chosen"},
             "differ before their last answers",
         ),
@@ -303,21 +257,20 @@ def episode(group: int, score: float, text: str, turns: int = 1) -> dict[str, An
 
 
 def pairs(path: Path, episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    file = path / "eval-00000.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in episodes))
+    file = write(path / "eval-00000.jsonl", episodes)
     return list(best_and_worst(DataArguments(file_name=str(file), prompt="prompt"), seed=0))
 
 
 def test_a_group_gives_its_best_and_its_worst(tmp_path):
     scored = [(0, 0.5, "b"), (0, 1.0, "a"), (0, 0.0, "c"), (1, 1.0, "x"), (1, 1.0, "y"), (2, 0.0, "z")]
-    asked = {"messages": [{"role": "user", "content": "0?"}], "prompt": "0?", "tag": "sums", "solution": "7"}
+    asked = {"messages": [user("0?")], "prompt": "0?", "tag": "sums", "solution": "7"}
     assert pairs(tmp_path, [episode(*each) for each in scored]) == [
         asked | {"chosen": "a", "rejected": "c", "margin": 1.0}
     ]
 
 
 def test_a_question_is_the_whole_conversation(tmp_path):
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0?"}]
+    messages = [system("Add."), user("0?")]
     episodes = [episode(0, score, text) for score, text in ((1.0, "a"), (0.0, "b"))]
     for each in episodes:
         each["info"]["conversation"] = json.dumps(messages)
@@ -333,11 +286,6 @@ def test_what_is_no_answer_is_told(tmp_path):
     with pytest.raises(DataError, match=r"jsonl:1: column 'score': null, expected a number"):
         pairs(tmp_path, [episode(0, 1.0, "a") | {"score": None}])
     whole = episode(0, 1.0, "a")
-    broken: list[dict[str, Any]] = [
-        {"turns": [{"text": "a"}]},
-        {"turns": ["a"]},
-        {"group_id": [0]},
-        {"info": {"conversation": "[{"}},
-    ]
+    broken = [{"turns": [{"text": "a"}]}, {"turns": ["a"]}, {"group_id": [0]}, {"info": {"conversation": "[{"}}]
     with pytest.raises(DataError, match=r"4 problems[\s\S]*KeyError[\s\S]*TypeError[\s\S]*:3: no epis[\s\S]*JSON"):
         pairs(tmp_path, [whole | each for each in broken])

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from roll.data.files import SHOWN_PROBLEMS, DataError, Problems, Unreadable, plain_row, read_rows
+from roll.data.files import SHOWN_PROBLEMS, DataError, Problems, Row, Unreadable, plain_row, read_rows
 from roll.data.prompt_rows import RowError, lookup
+from tests.support.lines import write_lines as jsonl
 
 ROWS = [
     {"id": "a", "prompt": "1+1=", "solution": "2"},
@@ -39,14 +40,14 @@ def complaints(*names: str | Path) -> list[str]:
     return raised.value.problems
 
 
+def placed(path: Path) -> list[Row]:
+    """Rows with their names and places, whatever is wrong with others."""
+    return list(read_rows([str(path)], Problems()))
+
+
 def write(path: Path, content: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
-
-
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def as_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -58,13 +59,11 @@ def as_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def as_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
 def as_arrow(path: Path, rows: list[dict[str, Any]], stream: bool = True) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(rows)
     with (ipc.new_stream if stream else ipc.new_file)(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
@@ -73,6 +72,7 @@ def as_arrow(path: Path, rows: list[dict[str, Any]], stream: bool = True) -> Pat
 
 def saved_dataset(folder: Path, rows: list[dict[str, Any]], **state: Any) -> Path:
     """What ``datasets.Dataset.save_to_disk`` writes, in two shards."""
+    folder.mkdir(parents=True)
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     as_arrow(folder / names[0], rows[:1])
     as_arrow(folder / names[1], rows[1:])
@@ -103,6 +103,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
 def test_files_are_read_in_order_globs_by_name_relative_to_the_working_directory_and_home(tmp_path, monkeypatch):
     for number in (2, 0, 1):
         jsonl(tmp_path / f"part{number}.jsonl", [{"n": number}])
+    (tmp_path / "deep" / "er").mkdir(parents=True)
     jsonl(tmp_path / "deep" / "er" / "x.jsonl", [{"n": 9}])
     assert [row["n"] for row in read(tmp_path / "part*.jsonl")] == [0, 1, 2]
     assert [row["n"] for row in read(tmp_path / "part2.jsonl", tmp_path / "part[01].jsonl")] == [2, 0, 1]
@@ -124,6 +125,8 @@ def test_a_folder_of_one_format_is_read_whole(tmp_path):
 
 
 def test_a_folder_of_several_splits_or_formats_is_not_guessed_at(tmp_path):
+    for folder in ("gsm", "both", "neither", "names"):
+        (tmp_path / folder).mkdir()
     as_parquet(tmp_path / "gsm" / "train-00000-of-00001.parquet", ROWS)
     as_parquet(tmp_path / "gsm" / "test-00000-of-00001.parquet", ROWS)
     as_parquet(tmp_path / "both" / "a.parquet", ROWS)
@@ -155,6 +158,7 @@ def test_a_folder_of_saved_splits_must_name_one(tmp_path):
 
 
 def test_a_broken_saved_dataset_is_told(tmp_path):
+    (tmp_path / "odd").mkdir()
     write(tmp_path / "odd" / "state.json", "[]")
     assert complaints(tmp_path / "odd")[0].startswith(f"{tmp_path}/odd/state.json: is not what datasets.save_to_disk")
     folder = saved_dataset(tmp_path / "short", ROWS)
@@ -213,9 +217,7 @@ def test_every_bad_line_of_json_lines_has_its_number(tmp_path):
         b'{"n": ' + b"[" * 100_000,
     ]
     path = write(tmp_path / "a.jsonl", b"\n".join(lines))
-    problems = Problems()
-    rows = list(read_rows([str(path)], problems))
-    assert [(row.name, row.place, row.values) for row in rows] == [
+    assert [(row.name, row.place, row.values) for row in placed(path)] == [
         (f"{path}:{line}", f"{path}:{line}", {"n": n}) for line, n in ((1, 1), (6, 2))
     ]
     assert complaints(path) == [
@@ -236,9 +238,7 @@ def json_message(text: bytes | str) -> str:
 
 def test_rows_of_a_json_array_know_their_lines(tmp_path):
     path = write(tmp_path / "a.json", '\n[ {"n": 1}, {"n":\n 2},\n\n3,{"n": 4}\n]\n')
-    problems = Problems()
-    rows = list(read_rows([str(path)], problems))
-    assert [(row.name, row.place) for row in rows] == [
+    assert [(row.name, row.place) for row in placed(path)] == [
         (f"{path}:1", f"{path}:2 (row 1)"),
         (f"{path}:2", f"{path}:2 (row 2)"),
         (f"{path}:4", f"{path}:5 (row 4)"),
@@ -266,9 +266,8 @@ def test_json_that_is_no_array_of_objects(tmp_path, text, problem):
 
 
 def test_no_rows_are_no_problem_of_the_file(tmp_path):
-    assert (
-        read(write(tmp_path / "a.json", "[ ]"), write(tmp_path / "b.jsonl", "\n"), write(tmp_path / "c.csv", "")) == []
-    )
+    for name, content in (("a.json", "[ ]"), ("b.jsonl", "\n"), ("c.csv", "")):
+        assert read(write(tmp_path / name, content)) == []
 
 
 json_values = st.text(max_size=4) | st.integers() | st.lists(st.text('[]{},\\"\n', max_size=4), max_size=2)
@@ -293,15 +292,12 @@ def test_csv_fields_may_be_empty_long_and_of_many_lines(tmp_path):
     limit = csv.field_size_limit()
     text = "x" * 200_000
     path = write(tmp_path / "a.csv", f'\ufeffid,prompt\r\n1,"two\nlines"\r\n\r\n2,\r\n3,{text}\r\n')
-    problems = Problems()
-    rows = list(read_rows([str(path)], problems))
-    problems.raise_any()
-    assert [(row.place, row.values) for row in rows] == [
+    assert [(row.place, row.values) for row in placed(path)] == [
         (f"{path}:2", {"id": "1", "prompt": "two\nlines"}),
         (f"{path}:5", {"id": "2", "prompt": None}),
         (f"{path}:6", {"id": "3", "prompt": text}),
     ]
-    assert csv.field_size_limit() == limit
+    assert csv.field_size_limit() == limit and len(read(path)) == 3
 
 
 def test_wrong_csv_has_its_lines(tmp_path):
@@ -317,8 +313,9 @@ def test_wrong_csv_has_its_lines(tmp_path):
 
 
 def test_what_only_claims_to_be_parquet_or_arrow(tmp_path):
-    for name in ("a.parquet", "a.arrow", "short.arrow", "file.arrow"):
-        content = {"short.arrow": b"", "file.arrow": b"ARROW1\0\0 and no more"}.get(name, b"these are words\n" * 9)
+    words = b"these are words\n" * 9
+    broken = {"a.parquet": words, "a.arrow": words, "short.arrow": b"", "file.arrow": b"ARROW1\0\0 and no more"}
+    for name, content in broken.items():
         path = write(tmp_path / name, content)
         (problem,) = complaints(path)
         assert problem.startswith(f"{path}: cannot be read")
@@ -327,9 +324,7 @@ def test_what_only_claims_to_be_parquet_or_arrow(tmp_path):
 def test_rows_of_parquet_are_counted_through_its_parts(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"n": range(10)}), path, row_group_size=3)
-    problems = Problems()
-    rows = list(read_rows([str(path)], problems))
-    assert [(row.name, row.place, row.values["n"]) for row in rows] == [
+    assert [(row.name, row.place, row.values["n"]) for row in placed(path)] == [
         (f"{path}:{n + 1}", f"{path}:row {n + 1}", n) for n in range(10)
     ]
 
@@ -410,9 +405,8 @@ def test_many_problems_are_counted_and_the_first_shown(tmp_path):
     list(read_rows([str(path)], problems))
     with pytest.raises(DataError) as raised:
         problems.raise_any()
-    error = raised.value
-    assert error.count == 1500 and len(error.problems) == SHOWN_PROBLEMS
-    lines = str(error).splitlines()
+    assert raised.value.count == 1500 and len(raised.value.problems) == SHOWN_PROBLEMS
+    lines = str(raised.value).splitlines()
     assert lines[0] == "1,500 problems in the dataset"
     assert lines[1] == f"  {path}:1: invalid JSON: Expecting value (column 1)"
     assert lines[-1] == "  and 1,480 more" and len(lines) == SHOWN_PROBLEMS + 2

@@ -60,9 +60,8 @@ def variables(name: str) -> dict[str, bool]:
 
 def for_template(name: str, messages: Sequence[Message]) -> list[Message]:
     """The conversation as the family's template wants it, by what its authors document."""
-    if name != "gpt_oss":
-        return list(messages)
-    return [{{"reasoning_content": "thinking"}.get(key, key): message[key] for key in message} for message in messages]
+    renamed = {"reasoning_content": "thinking"} if name == "gpt_oss" else {}
+    return [{renamed.get(key, key): value for key, value in message.items()} for message in messages]
 
 
 def rendered(name: str, messages: Sequence[Message], *, opens: bool, tools: bool) -> list[int]:

@@ -115,7 +115,7 @@ def test_a_row_has_a_system_message_and_a_matter_of_its_own(tmp_path):
     assert [problem.path for problem in DataArguments(query="input", messages="m").problems()] == ["query"]
 
 
-def test_rows_as_verl_writes_them(tmp_path):
+def test_rows_as_verl_writes_them_and_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path):
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -138,9 +138,6 @@ def test_rows_as_verl_writes_them(tmp_path):
     by_index = load(path, id="extra_info.index", **columns)
     assert [p.id for p in by_index] == ["0", "1", "2"]
     assert [p.messages for p in prompts] == [p.messages for p in by_index]
-
-
-def test_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path):
     path = dataset(tmp_path, {"a.b": "flat", "a": {"b": "nested"}}, {"a": {"b": "nested"}})
     assert [p.ground_truth for p in load(path, response="a.b")] == ["flat", "nested"]
 
@@ -271,7 +268,7 @@ def long_and_short(tmp_path: Path) -> tuple[Path, list[list[int]]]:
     return dataset(tmp_path, *rows), whole
 
 
-def test_prompts_that_are_too_long_stop_the_run(tmp_path):
+def test_prompts_that_are_too_long_stop_the_run_or_are_left_out(tmp_path, caplog):
     path, whole = long_and_short(tmp_path)
     limit = len(whole[2])
     expected = f"expected at most prompt_length = {limit} (see data_args.prompt_overflow)"
@@ -282,6 +279,15 @@ def test_prompts_that_are_too_long_stop_the_run(tmp_path):
     prompts = load(path, renderer=RENDERER, prompt_length=len(whole[3]))
     assert len(prompts) == 4 and all(p.prompt_ids is None for p in prompts)
     assert prompts.report.longest == len(whole[3]) and prompts.report.overlong == 0
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        prompts = load(path, renderer=RENDERER, prompt_length=limit, prompt_overflow="drop")
+    assert [p.id for p in prompts] == ["5", "10"]
+    assert caplog.messages == [str(prompts.report)]
+    assert str(prompts.report) == (
+        f"2 prompts (math 2): 4 rows read, 0 removed by the filter, longest {len(whole[3])} tokens, "
+        f"2 over {limit} tokens dropped"
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -296,18 +302,6 @@ def test_prompts_that_are_too_long_lose_a_side(tmp_path, side):
     assert f"prompt_length = {limit} tokens are truncated on the {side}: 2 rows, the first {path}:2" in note
     assert all(p.prompt_ids.dtype == np.int64 for p in prompts if p.prompt_ids is not None)
     assert (prompts.report.overlong, prompts.report.longest) == (2, len(whole[3]))
-
-
-def test_prompts_that_are_too_long_are_left_out(tmp_path, caplog):
-    path, whole = long_and_short(tmp_path)
-    with caplog.at_level(logging.INFO):
-        prompts = load(path, renderer=RENDERER, prompt_length=len(whole[2]), prompt_overflow="drop")
-    assert [p.id for p in prompts] == ["5", "10"]
-    assert caplog.messages == [str(prompts.report)]
-    assert str(prompts.report) == (
-        f"2 prompts (math 2): 4 rows read, 0 removed by the filter, longest {len(whole[3])} tokens, "
-        f"2 over {len(whole[2])} tokens dropped"
-    )
 
 
 def test_lengths_count_the_system_prompt_and_need_no_limit(tmp_path):

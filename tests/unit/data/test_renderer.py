@@ -259,17 +259,6 @@ def test_what_the_assistant_says_is_marked_and_nothing_else(family):
     assert only.startswith(first) and only.endswith(f"[{last}") and only.count("[") == 1
 
 
-@FAMILIES
-def test_a_conversation_to_imitate_has_the_ids_of_one_that_was_sampled(family):
-    renderer = ChatRenderer(TOKENIZERS[family])
-    end = renderer.tokenizer.eos_token_id
-    first, second = (np.append(encode(renderer.tokenizer, text), end) for text in ("another move", "walks"))
-    grown = [renderer.prompt(DIALOGUE[:2]), first, renderer.continuation(DIALOGUE[3:4], first), second]
-    ids, mask = renderer.conversation(DIALOGUE)
-    np.testing.assert_array_equal(ids, np.concatenate(grown))
-    np.testing.assert_array_equal(mask, np.repeat([False, True, False, True], [len(part) for part in grown]))
-
-
 def test_without_a_mark_in_the_template_an_answer_ends_with_the_end_of_the_sequence():
     """The template has no such token between turns, so neither has a row: each answer has one of its own."""
     renderer = ChatRenderer(TOKENIZERS["tiny"], "plain")

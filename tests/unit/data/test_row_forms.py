@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,22 +17,25 @@ from roll.data.files import DataError
 from roll.data.preferences import load_preferences, load_scored
 from roll.data.prompts import load_prompts
 from roll.data.renderer import ChatRenderer
+from tests.support import talks
 from tests.support.chat_families import family_tokenizer
+from tests.support.lines import write_lines as write
+from tests.support.talks import SYSTEM
 
 RENDERER = ChatRenderer(family_tokenizer("qwen3"))
 Row = Mapping[str, Any]
 
 M, PR = {"messages": "m"}, {"prompt": "q", "response": "r"}
 PC, TALK = {"prompt": "p", "response": "c"}, {"messages": "p", "response": "c"}
-ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+ALPACA = {"prompt": "ask", "query": "input", "response": "output"}
 
 
-def user(text: str = "1+1?", **more: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text, **more}
+def user(content: Any = "1+1?", **more: Any) -> dict[str, Any]:
+    return talks.user(content, **more)
 
 
-def says(text: str | None = "2", **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
+def says(content: Any = "2", **more: Any) -> dict[str, Any]:
+    return talks.says(content, **more)
 
 
 def called(arguments: Any = None, **more: Any) -> dict[str, Any]:
@@ -46,7 +49,6 @@ def result(**more: Any) -> dict[str, Any]:
 
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-SYSTEM = {"role": "system", "content": "Be brief."}
 PLAIN = [user(), says()]
 TWO = [user(), says(), user("2+2?"), says("4")]
 THINKS = [user(), says(reasoning_content="one and one")]
@@ -69,6 +71,11 @@ class Form(NamedTuple):
 def talk(name: str, messages: Any, same: Sequence[Row] = PLAIN, **more: Any) -> Form:
     """A row with nothing but its messages."""
     return Form(name, {"m": messages}, same=same, **more)
+
+
+def advised(name: str, messages: Sequence[Row]) -> Form:
+    """A row that is read as ``PLAIN`` behind a system message."""
+    return talk(name, messages, [SYSTEM, *PLAIN], learned=[2])
 
 
 def uses(name: str, messages: Sequence[Row], **more: Any) -> Form:
@@ -103,20 +110,15 @@ WITHOUT_ARGUMENTS = says("", tool_calls=[{"function": {"name": "add", "arguments
 
 ACCEPTED = [
     talk("openai", PLAIN),
-    talk("system", [SYSTEM, *PLAIN], [SYSTEM, *PLAIN], learned=[2]),
+    advised("system", [SYSTEM, *PLAIN]),
     talk("capitals", [{**user(), "role": "User"}, {**says(), "role": "ASSISTANT"}]),
-    talk("developer", [{**SYSTEM, "role": "developer"}, *PLAIN], [SYSTEM, *PLAIN], learned=[2]),
+    advised("developer", [{**SYSTEM, "role": "developer"}, *PLAIN]),
     talk("json text", json.dumps(PLAIN)),
     talk("several turns", TWO, TWO, learned=BOTH),
     talk("assistant first", [says("Hi."), *PLAIN], [says("Hi."), *PLAIN], learned=[0, 2]),
     talk("assistant alone", [says()], [says()], learned=[0]),
     talk("sharegpt", [HUMAN, GPT]),
-    talk(
-        "sharegpt system",
-        [shared("system", "Be brief."), shared("user", "1+1?"), shared("chatgpt", "2")],
-        [SYSTEM, *PLAIN],
-        learned=[2],
-    ),
+    advised("sharegpt system", [shared("system", "Be brief."), shared("user", "1+1?"), shared("chatgpt", "2")]),
     uses("sharegpt tools", [HUMAN, ADDS, shared("observation", "2"), shared("gpt", "two")]),
     talk("roles of sharegpt", [{"role": "human", "content": "1+1?"}, {"role": "model", "content": "2"}]),
     talk("from beside null role", [{"role": None, **HUMAN}, says()]),
@@ -162,13 +164,8 @@ ACCEPTED = [
     answers("loss", says(loss=False), says("4", loss=True), 3),
     talk("empty answers", [user(), says(""), *TWO[2:]], [user(), says(""), *TWO[2:]], learned=[3]),
     Form("prompt and response", {"q": "1+1?", "r": "2"}, PR),
-    Form("alpaca", {"instruction": "1+1?", "input": "", "output": "2"}, ALPACA),
-    Form(
-        "alpaca with input",
-        {"instruction": "Add.", "input": "1+1?", "output": "2"},
-        ALPACA,
-        [user("Add.\n1+1?"), says()],
-    ),
+    Form("alpaca", {"ask": "1+1?", "input": "", "output": "2"}, ALPACA),
+    Form("alpaca with input", {"ask": "Add.", "input": "1+1?", "output": "2"}, ALPACA, [user("Add.\n1+1?"), says()]),
     Form("prompt and completion", {"p": "1+1?", "c": "2"}, PC),
     Form("conversational", {"p": [user()], "c": [says()]}, PC),
     Form("conversational, a message", {"p": [user()], "c": says()}, PC),
@@ -201,10 +198,7 @@ ANSWERS = [
     (says([{"type": "tool_use", "name": "add", "input": {}}]), "m[1].content[0]: a part of type 'tool_use'"),
     (says(tool_calls=[called("{a: 1}")]), "m[1].tool_calls[0].arguments: '{a: 1}' is not JSON"),
     (says(tool_calls=[called([1])]), "m[1].tool_calls[0].arguments: [1], expected an object"),
-    (
-        says(tool_calls=[{"function": {"arguments": {}}}]),
-        "m[1].tool_calls[0]: {'function': {'arguments': {}}}, expected function",
-    ),
+    (says(tool_calls=[{"function": {}}]), "m[1].tool_calls[0]: {'function': {}}, expected function"),
     (
         says(tool_calls=[{"function": {"name": "f", "parameters": {}}}]),
         "m[1].tool_calls[0]: unknown key 'parameters' of a call",
@@ -240,11 +234,6 @@ REFUSED: list[tuple[Row, dict[str, str], str]] = [
 ]
 
 
-def write(path: Path, rows: Sequence[Row]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def load(path: Path, keys: Mapping[str, Any]) -> Conversations:
     return load_conversations(DataArguments(file_name=str(path), **keys), renderer=RENDERER, max_tokens=4000)
 
@@ -252,14 +241,17 @@ def load(path: Path, keys: Mapping[str, Any]) -> Conversations:
 def rows_of(data: Conversations) -> list[tuple[list[int], list[bool]]]:
     lengths = data.batch.lengths_B.tolist()
     parts = zip(data.batch.tokens_T.split(lengths), data.batch.loss_mask_T.split(lengths), strict=True)
-    return [(tokens.tolist(), mask.tolist()) for tokens, mask in parts]
+    return as_lists(parts)
+
+
+def as_lists(rows: Iterable[tuple[Any, Any]]) -> list[tuple[list[int], list[bool]]]:
+    return [(ids.tolist(), mask.tolist()) for ids, mask in rows]
 
 
 @pytest.mark.parametrize("form", ACCEPTED, ids=[form.name for form in ACCEPTED])
 def test_a_form_is_read_as_the_same_conversation_in_openais(tmp_path, form):
     data = load(write(tmp_path / "data.jsonl", [form.row]), form.keys)
-    expected = RENDERER.rows(form.same, form.learned, form.tools)
-    assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
+    assert rows_of(data) == as_lists(RENDERER.rows(form.same, form.learned, form.tools))
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case[2][:60] for case in REFUSED])
@@ -275,8 +267,8 @@ def test_what_is_not_understood_is_refused_with_its_line(tmp_path, case):
 
 def test_parquet_gives_every_row_and_message_the_keys_of_all(tmp_path):
     """A struct that is there for others comes as null, and so do keys of arguments and of schemas."""
-    word = {"w": {"type": "string"}}
-    other = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": word}}
+    parameters = {"type": "object", "properties": {"w": {"type": "string"}}}
+    other = {"name": "look", "description": "Looks.", "parameters": parameters}
     looks = called(function={"name": "look", "arguments": {"w": "x"}})
     rows = [
         {"m": PLAIN, "tools": None},
@@ -344,16 +336,17 @@ def pairs(path: Path, keys: Mapping[str, Any]) -> Conversations:
 )
 def test_pairs_take_the_same_forms(tmp_path, row, keys):
     data = pairs(write(tmp_path / "data.jsonl", [row]), keys)
-    expected = [RENDERER.rows([user(), says(text)])[0] for text in ("2", "3")]
-    assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
+    assert rows_of(data) == as_lists(RENDERER.rows([user(), says(text)])[0] for text in ("2", "3"))
+    assert data.batch.pair_B.tolist() == [0, 0] and data.batch.preferred_B.tolist() == [True, False]
+    assert [question.messages for question in data.questions] == [(user(),)]
+    assert str(data.report).startswith("1 pairs, ")
 
 
 def test_pairs_of_calls_are_compared_with_the_tools_told(tmp_path):
     answers = [says("", tool_calls=[called({"a": number})]) for number in (1, 2)]
     row = {"p": [user()], "chosen": [answers[0]], "rejected": [answers[1]], "tools": TOOLS}
     data = pairs(write(tmp_path / "data.jsonl", [row]), {"messages": "p"})
-    expected = [RENDERER.rows([user(), answer], None, TOOLS)[0] for answer in answers]
-    assert rows_of(data) == [(ids.tolist(), mask.tolist()) for ids, mask in expected]
+    assert rows_of(data) == as_lists(RENDERER.rows([user(), answer], None, TOOLS)[0] for answer in answers)
     same = {**row, "rejected": [answers[0]]}
     with pytest.raises(DataError, match="the same answer, expected two"):
         pairs(write(tmp_path / "data.jsonl", [same]), {"messages": "p"})

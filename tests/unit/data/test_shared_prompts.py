@@ -122,10 +122,15 @@ def test_micro_batches_hold_every_sequence_once_within_the_limits(batch, max_seq
         assert len(rows) == 1 or SharedPrompts.find(part).num_tokens(part) <= max_tokens
 
 
-def test_members_of_a_group_stay_together():
+def test_members_of_a_group_stay_together_and_blocks_are_cut_to_size_and_by_length(monkeypatch):
     batch = make_batch([(8, [2] * 4), (9, [3] * 4), (7, [4] * 4)])
     groups = make_shared_batches(batch, max_sequences=4)
     assert all(len(SharedPrompts.find(batch.select(rows)).lengths_G) == 1 for rows in groups)
+    batch = make_batch([(9, [30, 30, 30, 3, 3])])
+    for most, shapes in ((None, [(1, 8), (3, 31), (2, 4)]), (2 * 31 * 39, [(1, 8), (2, 31), (1, 31), (2, 4)])):
+        if most is not None:
+            monkeypatch.setattr(shared_prompts, "MAX_BLOCK_CELLS", most)
+        assert [tuple(block.query_RQ.shape) for block in shared_row(batch)[3].blocks] == shapes
 
 
 def test_sharing_must_save_and_must_not_need_large_masks(monkeypatch):
@@ -138,13 +143,6 @@ def test_sharing_must_save_and_must_not_need_large_masks(monkeypatch):
     assert not worth_sharing(make_batch([(20, [4] * 4)]))
 
 
-def test_blocks_are_cut_to_size_and_by_length(monkeypatch):
-    batch = make_batch([(9, [30, 30, 30, 3, 3])])
-    assert [tuple(block.query_RQ.shape) for block in shared_row(batch)[3].blocks] == [(1, 8), (3, 31), (2, 4)]
-    monkeypatch.setattr(shared_prompts, "MAX_BLOCK_CELLS", 2 * 31 * 39)
-    assert [tuple(block.query_RQ.shape) for block in shared_row(batch)[3].blocks] == [(1, 8), (2, 31), (1, 31), (2, 4)]
-
-
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL),
     "llama": LlamaConfig(**SMALL),
@@ -154,13 +152,11 @@ CONFIGS = {
 
 def make_model(config: Any) -> PreTrainedModel:
     torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    return model.eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
 def scores_and_gradient(model: PreTrainedModel, batch: Batch, make_input: Any) -> list[Tensor]:
     scores = score_input(TokenScorer(model, temperature=0.7), make_input(batch), batch.num_tokens)
-    assert scores.logprobs_T is not None and scores.entropy_T is not None
     model.zero_grad()
     (scores.logprobs_T.sum() - 0.1 * scores.entropy_T.square().sum()).backward()
     return [scores.logprobs_T, scores.entropy_T, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
@@ -192,7 +188,6 @@ def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_score
 
     def values_and_gradient(make_input: Any) -> list[Tensor]:
         scores = score_input(TokenScorer(model.base_model, value_head=head), make_input(pairs), pairs.num_tokens)
-        assert scores.values_T is not None
         model.zero_grad()
         scores.values_T.square().sum().backward()
         return [scores.values_T, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
@@ -201,18 +196,13 @@ def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_score
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_a_model_that_takes_plans_computes_other_rows_as_before():
+def test_a_model_that_takes_plans_computes_other_rows_as_before_and_recomputes_activations_for_the_same_gradient():
     model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
     before = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
     assert planned_attention.enable_sharing(model)
     after = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one.logprobs_T, other.logprobs_T)
-
-
-def test_recomputed_activations_give_the_same_gradient():
-    model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
-    assert planned_attention.enable_sharing(model)
     expected = scores_and_gradient(model, batch, row_with_shared_prompts)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()

@@ -1,7 +1,6 @@
 """The check of chat templates, on those of published models and on some that are broken in one way each."""
 
 import importlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,9 @@ from roll.models.tiny import make_tokenizer
 from roll.pipeline.prompts import load_datasets
 from roll.preflight.choices import CHECKS
 from roll.rollout.tokenization_audit import compare_tokens, first_difference
-from tests.support.chat_families import FAMILIES, MARKS, family_tokenizer
+from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.support.lines import write_lines
+from tests.support.talks import says, user
 from tests.unit.configs.test_rlvr_config import MINIMAL
 from tests.unit.extras.importers.imported import FILES
 
@@ -65,27 +66,6 @@ FOUND = {
     "nemotron_nano_2": REWRITES | {"drops-reasoning-before-calls", "trims-words"},
     "nemotron_3_nano": REWRITES | {"trims-words"},
 }
-OPENINGS = {
-    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "mi": "",
-    "phi3": "<|assistant|>\n",
-    "phi4": "<|im_start|>assistant<|im_sep|>",
-    "phi4_mini": "<|assistant|>",
-    "gemma": "<start_of_turn>model\n",
-    "qwen": "<|im_start|>assistant\n",
-    "qwen3_thinking_2507": "<|im_start|>assistant\n<think>\n",
-    "qwen3_5": "<|im_start|>assistant\n<think>\n",
-    "deepseek_v3": "<｜Assistant｜>",
-    "deepseek_v3_1": "<｜Assistant｜><think></think>",
-    "deepseek_r1": "<｜Assistant｜><think>\n",
-    "glm4_5": "<|assistant|>",
-    "gpt_oss": "<|start|>assistant",
-    "smollm": "<|im_start|>assistant\n",
-    "granite4": "<|start_of_role|>assistant<|end_of_role|>",
-    "falcon_h1": "<|im_start|>assistant\n",
-    "nemotron_nano_2": "<SPECIAL_11>Assistant\n<think>\n",
-    "nemotron_3_nano": "<|im_start|>assistant\n<think>\n",
-}
 KEEPS = {"qwen3_5": {"tool calls"}, "mistral_small_3_2": {"answers", "tool calls"}}
 """Kinds of turns behind which a template that rewrites others leaves the history alone."""
 
@@ -106,63 +86,57 @@ def test_what_published_templates_do(family):
     assert {kind for kind, appends in report.append_only.items() if appends} == set(kept)
     assert report.dialect == (FAMILIES[family].dialect or "hermes")
     assert report.native_tools == (FAMILIES[family].dialect is not None)
-    assert (
-        report.opening == max((item for item in OPENINGS.items() if family.startswith(item[0])), key=lambda i: i[0])[1]
-    )
-    assert report.ending == MARKS[family]
 
 
 def test_the_page_of_published_templates_is_up_to_date(monkeypatch):
+    """It has what opens and what ends a turn of each."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     script = importlib.import_module("generate_template_docs")
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run `make docs`"
 
 
 def test_a_call_behind_opened_reasoning_is_read_where_both_tags_are_plain_text():
-    tags = "{% if tools %}{{ tools | tojson }}{% endif %}" + CALLS.replace(
-        "CALL",
-        '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>',
-    )
-    report = check_template(make_tokenizer(), tags + OPEN.replace("assistant\n", "assistant\n<think>\n"), parsers())
+    call = '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    opens = OPEN.replace("assistant\n", "assistant\n<think>\n")
+    report = check_template(make_tokenizer(), calling(call, opens), parsers())
     assert report.dialect == "hermes" and "opens-reasoning" in names(report)
 
 
-def test_what_a_finding_says():
-    texts = {
-        family: {each.name: each.text for each in check(family).findings} for family in FAMILIES
-    }  # the last of a name
-    assert "><think>\\n' in the prompt becomes 'istant｜>left" in texts["deepseek_r1"]["rewrites-history"]
-    assert texts["mistral_nemo"]["rewrites-history"].startswith("answers after tools: '<s>[AVAILABLE_TOOLS]")
-    assert "written in the dialect deepseek" in texts["deepseek_r1"]["no-tools"]
-    assert "single tool-calls at once" in texts["llama3_1"]["one-call-a-turn"]
-    assert "You are Qwen, created by Alibaba Cloud" in texts["qwen2_5"]["adds-system"]
-    assert "only the next turn ends a turn: <|observation|>, <|user|>, " in texts["glm4_5"]["turn-not-closed"]
-    assert "may also end with <|call|>, at which" in texts["gpt_oss"]["several-turn-ends"]
-    assert "open: a sample begins with reasoning" in texts["deepseek_r1"]["opens-reasoning"]
+@pytest.mark.parametrize(
+    ("family", "name", "words"),
+    [
+        ("deepseek_r1", "rewrites-history", "><think>\\n' in the prompt becomes 'istant｜>left"),
+        ("mistral_nemo", "rewrites-history", "\nanswers after tools: '<s>[AVAILABLE_TOOLS]"),
+        ("deepseek_r1", "no-tools", "written in the dialect deepseek"),
+        ("llama3_1", "one-call-a-turn", "single tool-calls at once"),
+        ("qwen2_5", "adds-system", "You are Qwen, created by Alibaba Cloud"),
+        ("glm4_5", "turn-not-closed", "only the next turn ends a turn: <|observation|>, <|user|>, "),
+        ("gpt_oss", "several-turn-ends", "may also end with <|call|>, at which"),
+        ("deepseek_r1", "opens-reasoning", "open: a sample begins with reasoning"),
+    ],
+)
+def test_what_a_finding_says(family, name, words):
+    texts = {each.name: f"\n{each.text}" for each in check(family).findings}  # the last of a name
+    assert words in texts[name]
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
-CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
-)
+
+
+def calling(call: str, opens: str = OPEN) -> str:
+    """A template that describes tools, and writes each call so."""
+    calls = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|im_end|>"
+    return "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace("<|im_end|>", calls) + opens
+
+
 BROKEN = {
     "counts messages": ("rewrites-history", "{{ messages | length }} messages\n" + CHATML + OPEN),
-    "forgets all but the last": (
-        "rewrites-history",
-        "{% for m in messages[-1:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + OPEN,
-    ),
-    "calls in a notation of its own": (
-        "unknown-dialect",
-        TOOLS + CALLS.replace("CALL", "!{{ c.function.name }}") + OPEN,
-    ),
+    "forgets all but the last": ("rewrites-history", CHATML.replace("in messages", "in messages[-1:]") + OPEN),
+    "calls in a notation of its own": ("unknown-dialect", calling("!{{ c.function.name }}")),
     "refuses calls": (
         "refuses-calls",
-        TOOLS
-        + CALLS.replace("CALL", "{{ raise_exception('no calls') if 'look' in c.function.name else c.function.name }}")
-        + OPEN,
+        calling("{{ raise_exception('no calls') if 'look' in c.function.name else c.function.name }}"),
     ),
     "closes with another token": ("turn-end-is-not-eos", CHATML.replace("<|im_end|>", "<|endoftext|>") + OPEN),
     "has no assistant's words": (None, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
@@ -223,7 +197,7 @@ def test_plain_chatml_has_no_problem():
 
 
 ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}}).as_openai()
-ASKED: list[Message] = [{"role": "user", "content": "left or right?"}]
+ASKED = [user("left or right?")]
 
 
 def encode(renderer: ChatRenderer, text: str) -> IntArray:
@@ -241,7 +215,7 @@ def grow(renderer: ChatRenderer, samples: list[str], tools: list[Tool] | None = 
         messages.append(said)
         if number == len(samples) - 1:
             break
-        after: Message = {"role": "user", "content": "and then?"}
+        after = user("and then?")
         if turn.calls:
             after = {"role": "tool", "content": "3", "tool_call_id": turn.calls[0].id, "name": "add"}
         messages.append(after)
@@ -250,18 +224,15 @@ def grow(renderer: ChatRenderer, samples: list[str], tools: list[Tool] | None = 
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+THOUGHT = "<think>\nleft\n</think>\n\nright<|im_end|>"
 CASES = [
     ("qwen2_5", ["left<|im_end|>", "right<|im_end|>"], None),
     ("qwen2_5", ["left<|im_end|>", "right"], None),  # cut off
     ("qwen2_5", [CALL + "<|im_end|>", "right<|im_end|>"], None),
     ("qwen2_5", [CALL.replace('{"a": 1}', '{"a":1}') + "<|im_end|>", "right<|im_end|>"], "white space"),
     ("qwen2_5", [CALL.replace('"a": 1', '"a": 1.0e0') + "<|im_end|>", "right<|im_end|>"], "rewritten"),
-    (
-        "qwen3",
-        ["<think>\nleft\n</think>\n\nright<|im_end|>", "<think>\nleft\n</think>\n\nright<|im_end|>"],
-        "reasoning",
-    ),
-    ("qwen3", ["<think>\nleft\n</think>\n\nright<|im_end|>"], None),
+    ("qwen3", [THOUGHT, THOUGHT], "reasoning"),
+    ("qwen3", [THOUGHT], None),
     ("qwen3", ["right<|im_end|>"], "reasoning"),  # the template gives the answer an empty one
 ]
 
@@ -279,14 +250,12 @@ def test_a_difference_has_a_reason(family, samples, reason):
 
 def test_reasoning_that_was_cut_off_is_lacking_as_any_other():
     renderer = ChatRenderer(family_tokenizer("qwen2_5"))
-    after: Message = {"role": "user", "content": "and then?"}
-    messages = [*ASKED]
-    ids = renderer.prompt(ASKED)
+    after, messages, ids = user("and then?"), [*ASKED], renderer.prompt(ASKED)
     for sample, thought, words in (("<think>le", "le", ""), ("<think>up</think>right<|im_end|>", "up", "right")):
         sampled = encode(renderer, sample)
         ids = np.concatenate([ids, sampled, renderer.continuation([after], sampled)])
-        messages += [{"role": "assistant", "content": words, "reasoning_content": thought}, after]
-    last: Message = {"role": "assistant", "content": "", "reasoning_content": "do"}
+        messages += [says(words, reasoning_content=thought), after]
+    last = says("", reasoning_content="do")
     ids = np.concatenate([ids, encode(renderer, "<think>do")])
     assert compare_tokens(renderer, [*messages, last], ids) == "reasoning"
     messages[1] = {**messages[1], "content": "left"}
@@ -297,19 +266,19 @@ def test_the_same_text_in_other_tokens():
     renderer = ChatRenderer(family_tokenizer("qwen2_5"))
     letters = np.concatenate([encode(renderer, letter) for letter in "another answer"])
     ids = np.concatenate([renderer.prompt(ASKED), letters])
-    messages = [*ASKED, {"role": "assistant", "content": "another answer"}]
+    messages = [*ASKED, says("another answer")]
     assert compare_tokens(renderer, messages, ids) == "other tokens"
 
 
 @pytest.mark.parametrize("family", ["llama3_1", "mistral_nemo", "gpt_oss"])
 def test_a_conversation_that_the_template_refuses_is_a_reason_too(family):
     renderer = ChatRenderer(family_tokenizer(family))
-    results: list[Message] = [{"role": "tool", "content": text, "name": "add"} for text in ("3", "4")]
+    results = [{"role": "tool", "content": text, "name": "add"} for text in ("3", "4")]
     sampled = encode(renderer, "left")
     ids = np.concatenate([renderer.prompt(ASKED, [ADD]), sampled, renderer.continuation(results, sampled, [ADD])])
     calls = [{"id": call_id(index), "function": {"name": "add", "arguments": {}}} for index in range(2)]
-    said: Message = {"role": "assistant", "content": "left"} | ({"tool_calls": calls} if family == "llama3_1" else {})
-    messages = [*ASKED, said, *results, {"role": "assistant", "content": "right"}]
+    said = says("left", **({"tool_calls": calls} if family == "llama3_1" else {}))
+    messages = [*ASKED, said, *results, says("right")]
     for check in ("strict", "ignore_strippable"):
         assert compare_tokens(renderer, messages, ids, [ADD], check) == "refused"
     trained, why = first_difference(renderer, messages, ids, [ADD])
@@ -320,11 +289,10 @@ def test_a_conversation_that_the_template_refuses_is_a_reason_too(family):
 def test_words_as_the_tokenizer_writes_them_differ_where_the_template_says_so(family):
     renderer = ChatRenderer(family_tokenizer(family))
     ids = np.concatenate([renderer.prompt(ASKED), encode(renderer, "left then right")])
-    messages = [*ASKED, {"role": "assistant", "content": "left then right"}]
+    messages = [*ASKED, says("left then right")]
     reasons = {"qwen3": "reasoning", "glm4_5": "reasoning", "gpt_oss": "rewritten"}
     reasons |= dict.fromkeys(("mistral_v0_3", "mixtral"), "white space")  # they write a space before an answer
-    opens = "<think>" in OPENINGS.get(family, "") and "</think>" not in OPENINGS[family]
-    opens |= family == "deepseek_r1_distill"
+    opens = "opens-reasoning" in FOUND[family] and family != "deepseek_v3_1"  # whose tags are empty
     expected = "rewritten" if opens and family != "nemotron_nano_2" else reasons.get(family)  # it writes what it opens
     assert compare_tokens(renderer, messages, ids) == expected
 
@@ -346,7 +314,7 @@ def write(folder: Path) -> tuple[str, ...]:
         {"question": f"{i}+{i}=", "solution": "B" if tag == "mmlu" else "2", "tag": tag} for i, tag in enumerate(tags)
     ]
     for name in ("a.jsonl", "val.jsonl"):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / name, rows)
     (folder / "plain.jinja").write_text(TEMPLATES["plain"])
     (folder / "quoted.jinja").write_text(QUOTED)
     return (
@@ -364,7 +332,7 @@ def test_rows_of_a_tag_have_the_ids_of_transformers_with_its_template(tmp_path):
     datasets = load_datasets(config, general)
     texts = {"gsm8k": QUOTED, "aime": TEMPLATES["plain"]}
     for dataset in (datasets.train, datasets.val):
-        assert dataset is not None and [prompt.tag for prompt in dataset[:3]] == ["gsm8k", "aime", "mmlu"]
+        assert [prompt.tag for prompt in dataset[:3]] == ["gsm8k", "aime", "mmlu"]
         for prompt in dataset:
             assert (prompt.prompt_ids is None) == (prompt.tag == "mmlu")
             ids = general.prompt(prompt.messages) if prompt.prompt_ids is None else prompt.prompt_ids
@@ -387,9 +355,8 @@ def test_a_prompt_that_is_too_long_by_its_own_template_is_treated_as_any_other(t
     config = load(tmp_path, *words, "prompt_length=20", "actor_train.data_args.prompt_overflow=left")
     config.validation = None
     train = load_datasets(config, ChatRenderer(TOKENIZER, "plain")).train
-    assert train is not None and train.report.overlong == 2
-    lengths = [len(prompt.prompt_ids) for prompt in train if prompt.tag == "gsm8k" and prompt.prompt_ids is not None]
-    assert lengths == [20, 20]
+    assert train.report.overlong == 2
+    assert [len(prompt.prompt_ids) for prompt in train if prompt.tag == "gsm8k"] == [20, 20]
 
 
 def test_turns_end_where_any_of_the_templates_ends_them():
