@@ -11,17 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from roll.configs.engines import packages
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.module_weights import fill
 from roll.distributed.strategy.training.optim import MASTER
 from roll.models.stored import StoredTensor
 from roll.models.tiny import make_tokenizer
 from tests.support.families import tiny_config
-from tests.support.harness import Layout, make_batch, make_context, policy_loss
+from tests.support.harness import Layout, started, take_steps
 from tests.support.known_families import KNOWN, make_known
 
-PACKAGES = packages()
 TOWERS = {f"{family} with pictures": family for family in ("qwen3_5", "qwen3_5_moe", "gemma3")}
 PREDICTORS = dict.fromkeys(["qwen3_next", "qwen3_5", "qwen3_5_moe", *list(TOWERS)[:2]], "mtp.fc.weight") | {
     "deepseek_v3": "model.layers.5.eh_proj.weight",
@@ -66,17 +63,13 @@ def stored(folder: Path) -> dict[str, tuple[str, bytes]]:
 
 @pytest.mark.parametrize(("family", "strategy"), CASES)
 def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     folder, saved = publish(tmp_path / "model", family), tmp_path / "saved"
-    layout = Layout("alone", strategy, 1, TRAINERS[strategy], model_args={"dtype": None})
-    trainer: Any = STRATEGIES.get(strategy)(make_context(layout, folder, 0))
-    trainer.setup()
+    trainer = started(Layout("alone", strategy, 1, TRAINERS[strategy], model_args={"dtype": None}), folder)
     weights = trainer.weights
     changed = next(name for name in weights.trained if name.endswith("norm.weight"))
     fill(weights, [changed], MASTER, lambda name: StoredTensor.of(torch.full(weights.shape(name), 1 / 3)))
     if family in TOWERS:
-        trainer.train_step(make_batch(0), policy_loss)
+        take_steps(trainer, 0)
     trainer.save_model(saved)
     before, after = stored(folder), stored(saved)
     assert {name: kind for name, (kind, _) in after.items()} == {name: kind for name, (kind, _) in before.items()}
@@ -94,21 +87,16 @@ def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
 
 @pytest.mark.parametrize("strategy", TRAINERS)
 def test_frozen_parts_in_float32_are_kept_or_refused(tmp_path, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     folder = publish(tmp_path / "model", "llama3")
     options = {"dtype": None, "freeze_module_prefix": "model.layers.0"}
-    trainer: Any = STRATEGIES.get(strategy)(
-        make_context(Layout("alone", strategy, 1, TRAINERS[strategy], model_args=options), folder, 0)
-    )
+    layout = Layout("alone", strategy, 1, TRAINERS[strategy], model_args=options)
     if strategy == "deepspeed_train":
-        with pytest.raises(
-            ValueError, match=r"model\.layers\.0\.\S+: it is in float32 in the model's folder and not trained"
-        ):
-            trainer.setup()
+        words = r"model\.layers\.0\.\S+: it is in float32 in the model's folder and not trained"
+        with pytest.raises(ValueError, match=words):
+            started(layout, folder)
         return
-    trainer.setup()
-    trainer.train_step(make_batch(0), policy_loss)
+    trainer = started(layout, folder)
+    take_steps(trainer, 0)
     trainer.save_model(tmp_path / "saved")
     before, after = stored(folder), stored(tmp_path / "saved")
     changed = [name for name in before if before[name] != after[name]]

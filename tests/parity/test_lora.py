@@ -1,6 +1,5 @@
 """LoRA beside what the matrix shows: scores without the adapter, base weights, checkpoints, folders that peft reads."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.configs.engines import packages
-from roll.distributed.strategy import STRATEGIES
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.loading import load_causal_lm
 from roll.models.lora import LoraSpec, adapted_names, adapter_dropout, inject_adapter
@@ -22,23 +20,14 @@ from tests.support.harness import (
     Layout,
     adapter_weights,
     make_batch,
-    make_context,
     make_model,
+    needs,
     oracle,
-    policy_loss,
+    started,
+    take_steps,
 )
 from tests.support.layouts_megatron import PP, SP, TP
-from tests.support.ranks import (
-    assert_near,
-    enter_rank,
-    exported,
-    exported_adapter,
-    leave_rank,
-    run_ranks,
-    wanted,
-)
-
-PACKAGES = packages()
+from tests.support.ranks import assert_near, enter_rank, exported, exported_adapter, leave_rank, run_ranks, wanted
 
 pytest.importorskip("peft", reason="peft is not installed")
 
@@ -63,17 +52,12 @@ FIRST, LAST = range(2), range(2, 3)
 
 
 def make_trainer(layout: Layout, model: Path, rank: int = 0, spec: LoraSpec | None = ADAPTER) -> Any:
-    trainer: Any = STRATEGIES.get(layout.strategy)(make_context(replace(layout, lora=spec), model, rank))
-    trainer.setup()
-    return trainer
+    return started(replace(layout, lora=spec), model, rank)
 
 
 def train(trainer: Any, steps: range) -> dict[str, Tensor]:
     """The adapter after these steps."""
-    info = trainer.info
-    for step in steps:
-        batch = make_batch(step)
-        trainer.train_step(batch.select(batch.split(info.dp_size)[info.dp_rank]), policy_loss)
+    take_steps(trainer, *steps)
     return exported_adapter(trainer)
 
 
@@ -116,17 +100,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     path, names = tmp_path_factory.mktemp("runs"), wanted(request, "name")
     run(ALONE, model, path, 0)
-    for package, layouts in (("fsdp2_train", FSDP2), ("megatron_train", MEGATRON)):
-        if package not in PACKAGES or PACKAGES[package].installed:
+    for layouts in (FSDP2, MEGATRON):
+        if layouts is FSDP2 or packages()["megatron_train"].installed:
             run_ranks(rank_main, 2, [each for each in layouts if each.name in names], model, path)
     return path
 
 
 @pytest.fixture(params=NAMES)
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param in [each.name for each in MEGATRON] and not PACKAGES["megatron_train"].installed:
-        pytest.skip("megatron-core is not installed")
-    yield request.param
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param in [each.name for each in MEGATRON]:
+        needs("megatron_train")
+    return request.param
 
 
 @pytest.fixture
@@ -177,10 +161,8 @@ def test_checkpoints_are_folders_that_peft_loads(folder, model, name):
     if name == "shards":
         assert not adapter.exists(), "whole tensors are not written then"
         return
-    assert {file.name for file in adapter.iterdir() if "token" not in file.name} == {
-        ADAPTER_FILE,
-        "adapter_config.json",
-    }
+    files = {file.name for file in adapter.iterdir() if "token" not in file.name}
+    assert files == {ADAPTER_FILE, "adapter_config.json"}
     loaded = PeftModel.from_pretrained(load_causal_lm(str(model)), adapter)
     assert_near(adapter_weights(loaded), load_file(adapter / ADAPTER_FILE), 0.0)
     assert set(load_file(adapter / ADAPTER_FILE)) == set(part(folder, "alone", "end"))
@@ -199,8 +181,6 @@ def test_all_linear_means_all_but_the_output_layer_and_what_is_excluded(model):
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
 def test_training_starts_from_an_adapter_that_is_there(model, tmp_path, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     first = make_trainer(ALONE, model)
     trained = train(first, FIRST)
     first.save_model(tmp_path)
@@ -211,13 +191,10 @@ def test_training_starts_from_an_adapter_that_is_there(model, tmp_path, strategy
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
 def test_an_adapter_of_more_layers_is_no_start(model, tmp_path, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     make_trainer(ALONE, model).save_model(tmp_path)
-    narrower = replace(ADAPTER, targets=ADAPTER.targets[:-1], start=str(tmp_path))
-    with pytest.raises(
-        ValueError, match=rf"got \S+{ADAPTER.targets[-1]}\.lora_A\.weight, expected only the layers of lora_target"
-    ):
+    *fewer, last = ADAPTER.targets
+    narrower = replace(ADAPTER, targets=tuple(fewer), start=str(tmp_path))
+    with pytest.raises(ValueError, match=rf"got \S+{last}\.lora_A\.weight, expected only the layers of lora_target"):
         make_trainer(replace(ALONE, strategy=strategy), model, spec=narrower)
 
 
@@ -241,8 +218,6 @@ def test_unknown_target_is_refused_with_the_nearest_names(model):
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
 def test_what_has_no_adapter_says_so(model, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     trainer = make_trainer(replace(ALONE, strategy=strategy), model, spec=None)
     with pytest.raises(ValueError, match="no LoRA adapter to export"):
         trainer.export_adapter(1000)
@@ -255,7 +230,6 @@ def test_layers_that_are_split_are_refused(model):
         make_trainer(replace(ALONE, strategy_config={"tensor_parallel_size": 2}), model)
 
 
-@pytest.mark.skipif(not PACKAGES["megatron_train"].installed, reason="megatron-core is not installed")
 def test_megatron_refuses_dropout_of_an_adapter(model):
     spec = replace(ADAPTER, dropout=0.1)
     with pytest.raises(ValueError, match=r"actor_train\.model_args\.lora_dropout: got 0\.1, expected 0"):

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,17 +9,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.models.loading import load_causal_lm
 from roll.models.stored import LowPrecision
 from roll.models.weight_files import WeightFiles
 from roll.rewards.classifiers import RewardModelConfig, load_classifier
-from tests.support.harness import Layout, make_batch, make_context, policy_loss
+from tests.support.harness import Layout, started, take_steps
 from tests.support.known_families import SCORES, make_known
 
 BLOCK = 24
 """Divides hardly any side of the tiny models, as 128 divides not all of DeepSeek-V3's."""
+FP8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
 ENDS = [5, 7, 95]
 """What ends a completion; ``config.json`` names the last alone."""
 MTP = "model.layers.5.eh_proj.weight"
@@ -73,8 +72,7 @@ def publish(folder: Path, family: str) -> dict[str, Tensor]:
             stored[name] = whole if "correction_bias" in name else whole.bfloat16()
             meant[name] = stored[name].double()
     save_file({name: one.contiguous() for name, one in stored.items()}, folder / "model.safetensors", {"format": "pt"})
-    method = {"quant_method": "mxfp4"} if family == "gpt_oss" else {"quant_method": "fp8"}
-    method |= {} if family == "gpt_oss" else {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    method = {"quant_method": "mxfp4"} if family == "gpt_oss" else FP8 | {"activation_scheme": "dynamic"}
     config = json.loads((folder / "config.json").read_text())
     config |= {"dtype": "bfloat16", "quantization_config": method, "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
@@ -98,10 +96,7 @@ def test_bits_are_read_as_they_are_meant_and_saved_as_plain_weights(tmp_path, fa
     files = WeightFiles(str(tmp_path / "model"))
     read = {name: files.read(name) for name in files.names}
     check(read, meant, exactly=family == "gpt_oss")
-    trainer: Any = STRATEGIES.get("fsdp2_train")(
-        make_context(Layout("alone", "fsdp2_train", 1, {}, model_args={"dtype": None}), tmp_path / "model", 0)
-    )
-    trainer.setup()
+    trainer = started(Layout("alone", "fsdp2_train", 1, model_args={"dtype": None}), tmp_path / "model")
     assert caplog.text.count("are read as bf16; models that are saved have them so, without quantization_config") == 1
     trainer.save_model(tmp_path / "saved")
     export_folder(Export(tmp_path / "model"), tmp_path / "exported")
@@ -112,7 +107,7 @@ def test_bits_are_read_as_they_are_meant_and_saved_as_plain_weights(tmp_path, fa
     model, plain = load_causal_lm(str(tmp_path / "model")), load_causal_lm(str(tmp_path / "saved"))
     assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())
     assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id == ENDS
-    trainer.train_step(make_batch(0), policy_loss)
+    take_steps(trainer, 0)
 
 
 def test_a_reward_model_is_read_as_its_bits_are_meant(tmp_path):
@@ -122,8 +117,7 @@ def test_a_reward_model_is_read_as_its_bits_are_meant(tmp_path):
     values = {name: parts[0].contiguous() for name, parts in packed.items()}
     save_file(whole | values | scales, tmp_path / "model.safetensors", {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    method = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "quantization_config": method}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "quantization_config": FP8}))
     found = load_classifier(RewardModelConfig(model_path=str(tmp_path))).state_dict()
     check({name: found[name] for name in packed}, {n: from_fp8(*parts) for n, parts in packed.items()}, exactly=False)
 

@@ -12,27 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from roll.configs.engines import packages
-from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.distributed.weights.receiver import WeightUpdate
 from roll.models.loading import load_causal_lm
-from tests.support.harness import ADAPTER, TEMPERATURE, Layout, make_batch, make_context, make_model, policy_loss
+from tests.support.harness import ADAPTER, TEMPERATURE, Layout, make_batch, make_model, started, take_steps
+from tests.support.pictured import plain_logprobs
 from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks
+from tests.support.sizes import sizes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 60,
-}
+SIZES = sizes(61, 32, 48, 2, 4, 4) | {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 60}
 LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
-PACKAGES = packages()
 
 
 def random_folder(model: Any, path: Path) -> Path:
@@ -52,12 +41,9 @@ def balanced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = {"topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
     config = transformers.DeepseekV3Config(**SIZES, **experts, **more, **LATENT)
     folder = random_folder(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("models") / "deepseek")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {**tensors, "model.layers.2.eh_proj.weight": torch.randn(32, 64)},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    predictor = {"model.layers.2.eh_proj.weight": torch.randn(32, 64)}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | predictor, file, metadata={"format": "pt"})
     return folder
 
 
@@ -77,30 +63,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_trainer(folder: Path, strategy: str = "fsdp2_train", rank: int = 0, **options: Any) -> Any:
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
-    layout = Layout("alone", strategy, options.pop("world_size", 1), options.pop("config", {}), **options)
-    trainer: Any = STRATEGIES.get(strategy)(make_context(layout, folder, rank))
-    trainer.setup()
-    return trainer
-
-
-def expected(folder: Path, batch: Batch) -> Tensor:
-    """Log-probabilities of every token by Transformers' own loading and forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found, start = [], 0
-    for length in batch.lengths_B.tolist():
-        ids = batch.tokens_T[start : start + length]
-        start += length
-        with torch.no_grad():
-            logprobs = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        found += [torch.zeros(1), logprobs[:-1].gather(1, ids[1:, None])[:, 0]]
-    return torch.cat(found)
+    return started(Layout("alone", strategy, **{"world_size": 1} | options), folder, rank)
 
 
 def differ(found: Tensor, folder: Path) -> float:
-    batch = make_batch(0)
-    return float((found - expected(folder, batch))[batch.loss_mask_T].abs().max())
+    """How far log-probabilities are from those by Transformers' own loading and forward pass."""
+    model, batch = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), make_batch(0)
+    return float((found - plain_logprobs(model, batch, TEMPERATURE))[batch.loss_mask_T].abs().max())
 
 
 def scores(trainer: Any) -> Tensor:
@@ -127,11 +96,11 @@ def test_all_of_a_folder_is_computed_with_and_saved_again(request, tmp_path, str
     receiver = load_causal_lm(str(folder))
     weights = exported(trainer)
     assert WeightUpdate(receiver, weights).parts and not any("visual" in name or "eh_proj" in name for name in weights)
-    trainer.train_step(make_batch(0), policy_loss)
+    take_steps(trainer, 0)
     trainer.save(tmp_path / "checkpoint")
     trained = scores(trainer)
     assert differ(trained, tmp_path / "checkpoint" / "actor_train") < 1e-4
-    trainer.train_step(make_batch(1), policy_loss)
+    take_steps(trainer, 1)
     trainer.load(tmp_path / "checkpoint")
     assert torch.equal(scores(trainer), trained)
 
@@ -139,8 +108,8 @@ def test_all_of_a_folder_is_computed_with_and_saved_again(request, tmp_path, str
 @pytest.mark.parametrize("kind", ["balanced", "published"])
 def test_an_export_from_the_optimizers_weights_has_all_of_the_folder(request, tmp_path, kind):
     folder = request.getfixturevalue(kind)
-    trainer = make_trainer(folder, model_args={"dtype": "bf16"}, config={"param_dtype": "fp32"})
-    trainer.train_step(make_batch(0), policy_loss)
+    trainer = make_trainer(folder, model_args={"dtype": "bf16"}, strategy_config={"param_dtype": "fp32"})
+    take_steps(trainer, 0)
     trainer.save(tmp_path)
     made = export_folder(
         Export(tmp_path / "actor_train", tmp_path / "resume" / "actor_train", torch.float32), tmp_path / "out"
@@ -151,8 +120,7 @@ def test_an_export_from_the_optimizers_weights_has_all_of_the_folder(request, tm
 
 def test_an_adapter_is_merged_into_all_of_the_folder(published, tmp_path):
     trainer = make_trainer(published, lora=ADAPTER)
-    for step in range(2):
-        trainer.train_step(make_batch(step), policy_loss)
+    take_steps(trainer, 0, 1)
     trainer.save_model(tmp_path / "adapter")
     made = export_folder(Export(tmp_path / "adapter", merge=True), tmp_path / "out")
     assert made.num_tensors == len(load_file(published / "model.safetensors"))
@@ -161,8 +129,8 @@ def test_an_adapter_is_merged_into_all_of_the_folder(published, tmp_path):
 
 def sharded_main(rank: int, port: int, folder: Path, out: Path) -> None:
     enter_rank(port)
-    trainer = make_trainer(folder, rank=rank, world_size=2, config={"checkpoint": "sharded"})
-    trainer.train_step(make_batch(0).select(make_batch(0).split(2)[rank]), policy_loss)
+    trainer = make_trainer(folder, rank=rank, world_size=2, strategy_config={"checkpoint": "sharded"})
+    take_steps(trainer, 0)
     trainer.save(out)
     found = scores(trainer)
     if rank == 0:
@@ -180,7 +148,7 @@ def test_shards_of_two_ranks_become_all_of_the_folder(balanced, tmp_path):
 
 def test_shards_of_a_model_with_other_parts_are_refused(published):
     with pytest.raises(ValueError, match=r"checkpoint: got sharded, expected whole: .* \(qwen3_5\) has more than"):
-        make_trainer(published, config={"checkpoint": "sharded"})
+        make_trainer(published, strategy_config={"checkpoint": "sharded"})
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train", "hf_infer"])
@@ -195,10 +163,8 @@ def test_every_engine_reads_a_folder_alike(tmp_path, strategy, change):
     def load() -> Any:
         return load_causal_lm(str(folder)) if strategy == "hf_infer" else make_trainer(folder, strategy)
 
-    if change != "head":
-        with pytest.raises(
-            ValueError, match=r"lm_head\.weight differs" if change == "tied" else r"lost: model\.layers\.4"
-        ):
+    if refused := {"tied": r"lm_head\.weight differs", "layer": r"lost: model\.layers\.4"}.get(change):
+        with pytest.raises(ValueError, match=refused):
             load()
         return
     found = load()
@@ -212,6 +178,5 @@ def test_a_tower_survives_the_end_of_the_folder_that_it_came_from(published, tmp
     trainer = make_trainer(folder)
     (folder / "model.safetensors").unlink()
     trainer.save_model(tmp_path / "saved")
-    assert (
-        load_file(tmp_path / "saved" / "model.safetensors").keys() == load_file(published / "model.safetensors").keys()
-    )
+    names = [load_file(path / "model.safetensors").keys() for path in (tmp_path / "saved", published)]
+    assert names[0] == names[1]
