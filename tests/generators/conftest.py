@@ -14,8 +14,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from roll.distributed.strategy import STRATEGIES
-from tests.support.contract import LORA, OPTIONS, context_of, save_model
+from tests.support.contract import LORA, save_model, started
 
 PACKAGES = {"hf_infer": "transformers", "vllm": "vllm", "sglang": "sglang"}
 ModelPath = Callable[[str, int], str]
@@ -55,17 +54,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, model_path: ModelPath) -> Iterator[Any]:
     """A generator with the model (tied, 0); a test that changes its weights puts them back."""
-    yield from _started(context_of(request.param, model_path("tied", 0), OPTIONS.get(request.param)))
+    with started(request.param, model_path("tied", 0)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def lora_engine(request: pytest.FixtureRequest, model_path: ModelPath) -> Iterator[Any]:
     """A generator with the model (untied, 0) and room for the adapter ``LORA``."""
-    yield from _started(context_of(request.param, model_path("untied", 0), OPTIONS.get(request.param), lora=LORA))
-
-
-def _started(context: Any) -> Iterator[Any]:
-    strategy = STRATEGIES.get(context.worker.strategy_args.strategy_name)(context)
-    strategy.setup()
-    yield strategy
-    strategy.shutdown()
+    with started(request.param, model_path("untied", 0), lora=LORA) as engine:
+        yield engine
