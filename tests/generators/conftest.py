@@ -7,7 +7,6 @@ but not installed fails instead of being skipped. Without it, vLLM starts for ``
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
     root = tmp_path_factory.mktemp("models")
 
     def path(family: str, seed: int) -> str:
-        folder: Path = root / f"{family}-{seed}"
+        folder = root / f"{family}-{seed}"
         if not folder.exists():
             save_model(folder, family, seed)
         return str(folder)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def batch_of(requests: list[GenerateRequest], completions: list[Completion]) -> 
 
 def preferred(path: str, batch: Batch) -> Tensor:
     """[T, L, K]: the experts that Transformers chooses, ascending in each layer."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
     found = []
     for row in range(batch.num_sequences):
         tokens = batch.tokens_T[batch.token_index([row])][None]
@@ -68,7 +67,7 @@ def test_each_token_but_the_last_tells_the_experts_that_it_went_through(answers,
 def test_a_trainer_with_other_routers_goes_through_the_generators_experts(answers, model_path):
     batch = batch_of(*answers)
     sampled = torch.from_numpy(np.concatenate([completion.logprobs for completion in answers[1]]))
-    trainer: Any = STRATEGIES.get("fsdp2_train")(
+    trainer = STRATEGIES.get("fsdp2_train")(
         make_context(model_path("experts", 0), "fsdp2_train", router_replay="R3", temperature=1.0)
     )
     trainer.setup()

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_logprobs_are_those_of_the_whole_distribution(engine, oracle, params):
 
 def test_requests_with_different_parameters_do_not_disturb_each_other(engine, oracle):
     prompt_list = prompts(12, seed=3)
-    kinds: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3}]
+    kinds = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3}]
     requests = [
         GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=16, seed=i, **kinds[i % 3]))
         for i, prompt in enumerate(prompt_list)
@@ -152,7 +152,7 @@ def test_a_first_token_is_drawn_hot_among_a_few(engine, oracle):
         GenerateRequest(str(i), prompt, SamplingParams(seed=i, **(fire if i < 48 else plain))) for i in range(96)
     ]
     completions = asyncio.run(burst(engine, requests))
-    found: list[set[int]] = [set(), set()]
+    found = [set(), set()]
     with torch.no_grad():
         likeliest = oracle(torch.from_numpy(prompt)[None]).logits[0, -1].topk(8).indices.tolist()
     for i, completion in enumerate(completions):
@@ -581,7 +581,7 @@ async def broken(weights: dict[str, Tensor]) -> AsyncIterator[WeightBucket]:
 
 
 NAME, UNKNOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.9.mlp.up_proj.weight"
-WRONG: dict[str, tuple[type[Exception], Callable[[dict[str, Tensor]], AsyncIterator[WeightBucket]]]] = {
+WRONG = {
     "a missing name": (WeightMismatchError, lambda weights: buckets_of({n: weights[n] for n in weights if n != NAME})),
     "an unknown name": (WeightMismatchError, lambda weights: buckets_of(weights | {UNKNOWN: weights[NAME]})),
     "a wrong shape": (WeightMismatchError, lambda weights: buckets_of({**weights, NAME: weights[NAME].T})),

@@ -30,7 +30,7 @@ def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) ->
     for name in names:
         for lora in (None, LORA):
             context = make_context(Path(base), name, rank=rank, world_size=2, lora=lora)
-            trainer: Any = STRATEGIES.get(name)(context)
+            trainer = STRATEGIES.get(name)(context)
             trainer.setup()
             trainer.train_step(share(trainer, make_batch()), policy_loss)
             if lora is None:
@@ -91,7 +91,7 @@ def test_every_saved_adapter_is_taken_by_the_generator(lora_engine, checkpoint):
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     prompt_list = prompts(3, seed=41)
     asyncio.run(lora_engine.update_adapter(buckets_of(load_file(folder / ADAPTER_FILE)), 1))
-    merged: Any = PeftModel.from_pretrained(load(base), str(folder)).merge_and_unload()
+    merged = PeftModel.from_pretrained(load(base), str(folder)).merge_and_unload()
     assert_greedy(greedy(lora_engine, prompt_list, 8), merged, prompt_list, 8)
 
 

@@ -103,7 +103,7 @@ def test_new_weights_are_quantised_as_those_that_it_starts_with(model_path):
     for seed in (0, 1):
         context = context_of("vllm", model_path("tied", seed), {"quantization": "fp8_per_channel"})
         context.worker.model_args.dtype = "bf16"
-        engine: Any = STRATEGIES.get("vllm")(context)
+        engine = STRATEGIES.get("vllm")(context)
         engine.setup()
         if seed == 0:
             weights = {name: weight.bfloat16() for name, weight in weights_of(new).items()}
@@ -197,7 +197,7 @@ def test_batches_are_those_that_vllm_measured_for_throughput(model_path, monkeyp
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    seen: list[Any] = []
+    seen = []
 
     def refuse(arguments: Any, *, usage_context: Any = None) -> Any:
         seen.extend([usage_context, arguments.max_num_seqs])
@@ -243,7 +243,7 @@ def test_logits_of_prompts_are_computed_for_some_tokens_at_a_time(monkeypatch):
 def test_a_connector_of_keys_and_values_is_vllms_own(tmp_path):
     given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     (tmp_path / "config.json").write_text("{}")
-    outline: Any = SimpleNamespace(dtype=torch.bfloat16, text_config=SimpleNamespace(model_type="qwen2"))
+    outline = SimpleNamespace(dtype=torch.bfloat16, text_config=SimpleNamespace(model_type="qwen2"))
     made = engine_arguments(
         context_of("vllm", str(tmp_path)), VllmConfig(kv_transfer_config=given), outline, on_cpu=False
     )

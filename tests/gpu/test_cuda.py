@@ -127,7 +127,7 @@ def test_packed_sequences_in_one_call_of_a_kernel_equal_float64(window):
     plan = PackedSequences((5, 64, 1, 30))
     states = [torch.randn(1, heads, 100, 64, device="cuda", dtype=torch.bfloat16) for heads in (14, 2, 2)]
     weight = torch.randn(1, 100, 14, 64, device="cuda", dtype=torch.float64)
-    options: dict[str, Any] = {"scaling": 0.1, "sliding_window": window}
+    options = {"scaling": 0.1, "sliding_window": window}
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal, module.training = 7, True, False
 

@@ -28,7 +28,7 @@ from tests.support.contract import (
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "vllm": {"gpu_memory_utilization": 0.3},
     "sglang": {"mem_fraction_static": 0.3} | ({"python_executable": SGLANG_PYTHON} if SGLANG_PYTHON else {}),
 }

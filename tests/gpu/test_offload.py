@@ -139,7 +139,7 @@ def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
     if layout.lora is not None:
         pytest.importorskip("peft", reason="peft is not installed (extra lora)")
     run_ranks(rank_main, 1, layout, model, folder)
-    found: dict[str, Any] = torch.load(folder / "result.pt", weights_only=True)
+    found = torch.load(folder / "result.pt", weights_only=True)
     assert "error" not in found, found["error"]
     print({name: f"{found[name] / 2**20:.0f} MiB" for name in ("before", "scoring", "away") if name in found})
     offloads = "offload" in str(layout.strategy_config)  # little is there to begin with

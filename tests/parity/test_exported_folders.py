@@ -31,7 +31,7 @@ from tests.support.pictured import plain_logprobs
 from tests.support.ranks import enter_rank, leave_rank, run_ranks
 
 SHARDED = {"checkpoint": "sharded"}
-BF16: dict[str, Any] = {"model_args": {"dtype": "bf16"}}
+BF16 = {"model_args": {"dtype": "bf16"}}
 FSDP2 = [
     Layout("shards", "fsdp2_train", 2, SHARDED, model="qwen3_moe", **BF16),
     Layout("adapter-shards", "fsdp2_train", 2, SHARDED, lora=ADAPTER),

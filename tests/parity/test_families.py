@@ -38,18 +38,18 @@ from tests.support.harness import (
 )
 from tests.support.known_families import KNOWN, LONGROPE, SCORES, Known, make_known
 
-TRAINERS: dict[str, dict[str, Any]] = {
+TRAINERS = {
     "fsdp2_train": {},
     "deepspeed_train": {"zero_optimization": {"stage": 2}},
     "megatron_train": {},
 }
-FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
+FOUR = {"per_device_train_batch_size": 4}
 BY_TOKENS = {
     f"{key}_{where}": value
     for where in ("train", "infer")
     for key, value in {"use_dynamic_batching_in": True, "max_tokens_per_microbatch_in": 50}.items()
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "whole": {},
     "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
     "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
@@ -159,7 +159,7 @@ def test_two_tensor_parallel_ranks_take_the_same_steps(tmp_path, family):
 
 TP_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP, EP, ETP = "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
-MEGATRON_LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+MEGATRON_LAYOUTS = {
     "mistral": [("whole", TP_SP)],
     "phi3": [("whole", TP_SP)],
     "mixtral": [("whole", {EP: 2}), ("packed", TP_SP)],
@@ -296,7 +296,7 @@ def test_hf_infer_generates_as_the_unmodified_model(served, family):
     check_generated(served, family, "hf_infer", {}, (STATES if KNOWN[family].recurrent else BOUNDS)["logprobs"])
 
 
-VLLM_SIZES: dict[str, dict[str, Any]] = {
+VLLM_SIZES = {
     "granite_hybrid": {"hidden_size": 128, "mamba_n_heads": 16},
     "phi4_mini": {
         "hidden_size": 128,
@@ -326,7 +326,7 @@ def test_vllm_generates_as_the_unmodified_model(served, family):
     check_generated(served, family, "vllm", sizes, 10 * BOUNDS["logprobs"], VLLM_REFUSES.get(family, ""))
 
 
-SGLANG_SIZES: dict[str, dict[str, Any]] = {
+SGLANG_SIZES = {
     "mistral": {"sliding_window": 64},
     "phi3": {"sliding_window": 64, "intermediate_size": 64},
     "phi4_mini": {"partial_rotary_factor": 0.75, "intermediate_size": 64, "max_position_embeddings": 1024},
@@ -334,7 +334,7 @@ SGLANG_SIZES: dict[str, dict[str, Any]] = {
 }
 """On a CPU it pads what is no multiple of 32, which not all of its classes can load. The share of rotary dimensions is
 read where published configurations have it."""
-SGLANG_REFUSES: dict[str, str] = {
+SGLANG_REFUSES = {
     "gemma2": "attention leaves out the caps of scores of gemma2",
     "gpt_oss": "attention leaves out the sinks of gpt_oss",
     "deepseek_v3": "attention does not read the latent keys of deepseek_v3",

@@ -67,7 +67,7 @@ BY_TOKENS = {
 }
 CUT = {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}}
 PACKED = {"worker": {"use_sequence_packing": True}, "training_args": FOUR}
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "whole": {},
     "cut": CUT,
     "packed": PACKED,
@@ -343,7 +343,7 @@ def test_vllms_attention_on_a_cpu_does_not_see_both_ways():
     """It is not asked there: it would compute as if a picture's tokens did not see those behind them."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    options: dict[str, Any] = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 32}
+    options = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 32}
     asked = ("use_mla", "has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales")
     options |= dict.fromkeys(asked, False) | {"device_capability": None, "attn_type": "decoder"}
     (reason,) = CPUAttentionBackend.validate_configuration(**options | {"use_mm_prefix": True})
@@ -355,7 +355,7 @@ def test_vllms_attention_on_a_cpu_does_not_see_both_ways():
 def make_prompts(family: str) -> Batch:
     """The third differs from the first in a picture alone, the fourth in nothing."""
     a, b, c = (picture(*each, family) for each in ((1, 2, 3), (2, 3, 2), (3, 2, 3)))
-    first: list[Any] = [3, a, 2, b, 4]
+    first = [3, a, 2, b, 4]
     return make_rows([first, [7], [3, c, 2, b, 4], first, [a, 2, a, 1]], 3, family)
 
 
@@ -363,7 +363,7 @@ def make_filmed_prompts(family: str) -> Batch:
     """Likewise: in a frame of a video, and in nothing; two lengths, and beside a picture."""
     a, (b, c, d) = picture(1, 2, 3), (video(seed, 5, 1, 2) for seed in (2, 3, 4))
     c = replace(b, items=(*b.items[:2], c.items[2]))
-    first: list[Any] = [3, b, 2, a, 4]
+    first = [3, b, 2, a, 4]
     return make_rows([first, [7], [3, c, 2, a, 4], first, [2, d, 1, video(5, 2, 2, 2)]], 3, family)
 
 
@@ -414,7 +414,7 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
     batch = Batch(lengths, torch.cat(histories), torch.zeros(int(lengths.sum())).bool())
     batch = batch.replace(loss_mask_T=batch.positions_T >= (lengths - 12)[batch.rows_T])
     batch = batch.replace(items_I=tuple(sequence.request.items for sequence in sequences))
-    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "whole"), folder, 0))
+    trainer = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "whole"), folder, 0))
     trainer.context = replace(trainer.context, temperature=1.0)
     trainer.setup()
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
@@ -465,7 +465,7 @@ def test_vllm_refuses_models_that_it_would_compute_otherwise(tmp_path, family, e
     config = json.loads(file.read_text())
     config["text_config"] |= {entry: value}
     file.write_text(json.dumps(config))
-    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path), pictures=True))
+    engine = STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path), pictures=True))
     with pytest.raises(ValueError, match=f"got text_config.{entry} {value}, expected"):
         engine.setup()
 
@@ -478,12 +478,12 @@ def test_vllm_sees_with_an_adapter_as_the_merged_model(tmp_path, family):
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     folder = make_model_for_vllm(tmp_path / family, family)
-    options: dict[str, Any] = {"pictures": True, "sequence_length": 512, "lora": ALL_ADAPTED}
-    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(folder), **options))
+    options = {"pictures": True, "sequence_length": 512, "lora": ALL_ADAPTED}
+    engine = STRATEGIES.get("vllm")(context_of("vllm", str(folder), **options))
     engine.setup()
     try:
         for version in range(3):
-            model: Any = load_causal_lm(str(folder), pictures=True)
+            model = load_causal_lm(str(folder), pictures=True)
             if version:
                 shapes, generator = matrix_shapes(model, ALL_ADAPTED), torch.Generator().manual_seed(version)
                 tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -510,12 +510,12 @@ ENGINES = [("vllm", family) for family in CARD.pictured] + [("sglang", family) f
 def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
     """Before and after an update that changes the tower alone: neither features nor keys of the old one are found."""
     needs_seeing(engine)
-    sizes: dict[str, Any] = SGLANG_SIZES if engine == "sglang" else {}
+    sizes = SGLANG_SIZES if engine == "sglang" else {}
     if not (folder := models / f"{family} {engine}").exists():
         (make_model_for_vllm if engine == "vllm" else make_model)(folder, family, **sizes)
     worst, batch = 0.0, make_pictured(0, family)
     row_of = {"family": f"{family} pictures", "engine": engine, "variant": "greedy"}
-    engine: Any = served(engine, folder)
+    engine = served(engine, folder)
     try:
         model = load_causal_lm(str(folder), pictures=True)
         for version in range(2):
@@ -556,7 +556,7 @@ def test_a_picture_may_be_cut_by_sglangs_prefill(models):
     folder = models / "qwen3_vl cut"
     make_model(folder, "qwen3_vl", **SGLANG_SIZES)
     assert max(len(sequence.request.prompt_ids) for sequence in sequences_of(12, "qwen3_vl")) > 16
-    engine: Any = served("sglang", folder, chunked_prefill_size=16)
+    engine = served("sglang", folder, chunked_prefill_size=16)
     try:
         assert unlike_hf_infer(engine, folder, load_causal_lm(str(folder), pictures=True), "qwen3_vl") <= 1e-4
     finally:

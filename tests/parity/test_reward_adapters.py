@@ -58,7 +58,7 @@ def train(trainer: Any, *steps: int) -> dict[str, Tensor]:
 
 def scores(trainer: Any) -> Tensor:
     batch = TASKS[TASK].batch(0)
-    found: Tensor = trainer.logprobs(batch).values_T
+    found = trainer.logprobs(batch).values_T
     return found[batch.loss_mask_T]
 
 
@@ -126,7 +126,7 @@ def test_it_scores_and_learns_as_in_peft(layout, model, start, tmp_path):
     loss, _ = TASKS[TASK].oracle(found, TASKS[TASK].batch(2))
     loss.backward()
     expected = {name: p.grad for name, p in found.named_parameters() if p.requires_grad}
-    gradients: dict[str, Tensor] = {}
+    gradients = {}
     apply = trainer.apply_gradients
 
     def record(rate: float, norm: float) -> None:

@@ -99,7 +99,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 @pytest.fixture(scope="module")
 def generators(model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[dict[str, Any]]:
     """The engines that are installed, started once."""
-    engines: dict[str, Any] = {}
+    engines = {}
     for name in GENERATORS:
         if name in OPTIONS or name not in packages() or packages()[name].installed:
             options = {"temperature": TEMPERATURE, "sequence_length": 128, "max_running_requests": 8}

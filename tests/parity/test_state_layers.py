@@ -17,17 +17,17 @@ from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, t
 from tests.support.trainers import make_batch, make_context, shares
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h")
-ENGINES: dict[str, dict[str, Any]] = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 1}}}
+ENGINES = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 1}}}
 
 
 def trainer(model: Path, engine: str, strategy: dict[str, Any], rows: int, **options: Any) -> Any:
     needs(engine)
-    sections: dict[str, Any] = {
+    sections = {
         "worker": {"use_sequence_packing": True, "infer_batch_size": rows},
         "training_args": {"per_device_train_batch_size": rows},
         "model_args": {"disable_gradient_checkpointing": rows == 2},
     }
-    found: Any = STRATEGIES.get(engine)(make_context(model, engine, strategy, temperature=1.0, **sections, **options))
+    found = STRATEGIES.get(engine)(make_context(model, engine, strategy, temperature=1.0, **sections, **options))
     found.setup()
     return found
 
@@ -55,7 +55,7 @@ def oracle(folder: Path, batch: Batch) -> tuple[Tensor, float, dict[str, Tensor]
 
 def step(found: Any, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
     """A step's metrics and its gradient."""
-    gradients: dict[str, Tensor] = {}
+    gradients = {}
     square_norm, weights = found.square_norm, found.weights
 
     def watch() -> Any:
