@@ -164,7 +164,7 @@ STEPS = (
         "cuda",
         "log-probs, packed rows in one call, shards of a lone rank, a group made of NCCL itself, Liger",
         150,
-        *("tests/gpu/test_cuda.py", "tests/gpu/test_fsdp2_options.py", "--timeout", "100"),
+        *("tests/gpu/test_cuda.py", "--timeout", "100"),
     ),
     bench("attention", "a packed row of 16k tokens: one call, per sequence, FlashAttention, mask", 180, 60),
     bench("output_layer", "logits at a time: 2^25, 2^28, the default", 100, 60),

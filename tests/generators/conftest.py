@@ -7,15 +7,13 @@ but not installed fails instead of being skipped. Without it, vLLM starts for ``
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from roll.distributed.strategy import STRATEGIES
-from tests.support.contract import LORA, OPTIONS, context_of, save_model
+from tests.support.contract import LORA, save_model, started
 
 PACKAGES = {"hf_infer": "transformers", "vllm": "vllm", "sglang": "sglang"}
 ModelPath = Callable[[str, int], str]
@@ -44,7 +42,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
     root = tmp_path_factory.mktemp("models")
 
     def path(family: str, seed: int) -> str:
-        folder: Path = root / f"{family}-{seed}"
+        folder = root / f"{family}-{seed}"
         if not folder.exists():
             save_model(folder, family, seed)
         return str(folder)
@@ -55,17 +53,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, model_path: ModelPath) -> Iterator[Any]:
     """A generator with the model (tied, 0); a test that changes its weights puts them back."""
-    yield from _started(context_of(request.param, model_path("tied", 0), OPTIONS.get(request.param)))
+    with started(request.param, model_path("tied", 0)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def lora_engine(request: pytest.FixtureRequest, model_path: ModelPath) -> Iterator[Any]:
     """A generator with the model (untied, 0) and room for the adapter ``LORA``."""
-    yield from _started(context_of(request.param, model_path("untied", 0), OPTIONS.get(request.param), lora=LORA))
-
-
-def _started(context: Any) -> Iterator[Any]:
-    strategy = STRATEGIES.get(context.worker.strategy_args.strategy_name)(context)
-    strategy.setup()
-    yield strategy
-    strategy.shutdown()
+    with started(request.param, model_path("untied", 0), lora=LORA) as engine:
+        yield engine

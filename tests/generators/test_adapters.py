@@ -3,19 +3,18 @@
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.weights.buckets import WeightMismatchError
 from tests.support.contract import (
     LORA,
     assert_greedy,
+    assert_scored,
     buckets_of,
-    burst,
-    forward_logprobs,
+    greedy,
     load,
     make_adapter,
     pause,
@@ -23,14 +22,6 @@ from tests.support.contract import (
     requests_of,
     weights_of,
 )
-
-
-def greedy(engine: Any, prompt_list: list[np.ndarray]) -> list[Completion]:
-    return asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=16)))
-
-
-def reset(engine: Any, path: str) -> None:
-    asyncio.run(engine.update_weights(buckets_of(weights_of(load(path))), 0))
 
 
 def test_before_the_first_adapter_the_model_is_the_base(lora_engine, model_path):
@@ -47,9 +38,7 @@ def test_an_adapter_makes_the_engine_pefts_merged_model(lora_engine, model_path)
         completions = greedy(lora_engine, prompt_list)
         assert_greedy(completions, merged, prompt_list, 16)
         assert {c.weight_version for c in completions} == {version} == {lora_engine.weight_version}
-        for completion, prompt in zip(completions, prompt_list, strict=True):
-            expected = forward_logprobs(merged, prompt, completion.token_ids, 1.0)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        assert_scored(completions, merged, prompt_list)
 
 
 def test_new_base_weights_drop_the_adapter(lora_engine, model_path):
@@ -62,7 +51,7 @@ def test_new_base_weights_drop_the_adapter(lora_engine, model_path):
     tensors, merged = make_adapter(model_path("untied", 1), seed=6)
     asyncio.run(lora_engine.update_adapter(buckets_of(tensors), 6))
     assert_greedy(greedy(lora_engine, prompt_list), merged, prompt_list, 16)
-    reset(lora_engine, model_path("untied", 0))
+    asyncio.run(lora_engine.update_weights(buckets_of(weights_of(load(model_path("untied", 0)))), 0))
 
 
 def test_requests_in_flight_survive_updates_of_adapter_and_base(lora_engine, model_path):

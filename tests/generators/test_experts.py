@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from tests.generators.conftest import ModelPath
-from tests.support.contract import OPTIONS, burst, context_of
+from tests.support.contract import burst, started
 from tests.support.trainers import make_context
 
 LAYERS, PER_TOKEN = 2, 2
@@ -28,14 +27,11 @@ def answers(generator: str, model_path: ModelPath) -> Iterator[tuple[list[Genera
     card = card_of(generator)
     if card is None or not card.tells_experts:
         pytest.skip(f"{generator} tells no experts")
-    context = context_of(generator, model_path("experts", 0), OPTIONS.get(generator), router_replay="R3")
-    strategy = STRATEGIES.get(generator)(context)
-    strategy.setup()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(70, 200, length) for length in (1, 9, 33, 5)]
     requests = [GenerateRequest(str(number), prompt, PARAMS) for number, prompt in enumerate([*prompts, prompts[2]])]
-    yield requests, asyncio.run(burst(strategy, requests))
-    strategy.shutdown()
+    with started(generator, model_path("experts", 0), router_replay="R3") as engine:
+        yield requests, asyncio.run(burst(engine, requests))
 
 
 def batch_of(requests: list[GenerateRequest], completions: list[Completion]) -> Batch:
@@ -43,17 +39,13 @@ def batch_of(requests: list[GenerateRequest], completions: list[Completion]) -> 
     rows = [np.concatenate([r.prompt_ids, c.token_ids]) for r, c in zip(requests, completions, strict=True)]
     masks = [np.arange(n) >= len(r.prompt_ids) for r, n in zip(requests, lengths, strict=True)]
     told = torch.from_numpy(np.concatenate([completion.experts for completion in completions]))
-    return Batch(
-        torch.tensor(lengths),
-        torch.from_numpy(np.concatenate(rows)),
-        torch.from_numpy(np.concatenate(masks)),
-        experts_TE=told,
-    )
+    tokens_T, mask_T = (torch.from_numpy(np.concatenate(each)) for each in (rows, masks))
+    return Batch(torch.tensor(lengths), tokens_T, mask_T, experts_TE=told)
 
 
 def preferred(path: str, batch: Batch) -> Tensor:
     """[T, L, K]: the experts that Transformers chooses, ascending in each layer."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
     found = []
     for row in range(batch.num_sequences):
         tokens = batch.tokens_T[batch.token_index([row])][None]
@@ -75,7 +67,7 @@ def test_each_token_but_the_last_tells_the_experts_that_it_went_through(answers,
 def test_a_trainer_with_other_routers_goes_through_the_generators_experts(answers, model_path):
     batch = batch_of(*answers)
     sampled = torch.from_numpy(np.concatenate([completion.logprobs for completion in answers[1]]))
-    trainer: Any = STRATEGIES.get("fsdp2_train")(
+    trainer = STRATEGIES.get("fsdp2_train")(
         make_context(model_path("experts", 0), "fsdp2_train", router_replay="R3", temperature=1.0)
     )
     trainer.setup()

@@ -1,7 +1,6 @@
 """Prompts with pictures: what every generator that takes them says of its tokens, through updates and penalties."""
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,11 @@ from transformers import PreTrainedModel
 
 from roll.data.columns import Item
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.evidence import rows_of
 from roll.models.loading import load_causal_lm
 from roll.pipeline.probe import find_causes, of_pictures
 from tests.generators.conftest import _parameter
-from tests.support.contract import OPTIONS, buckets_of, context_of, first_token, weights_of
+from tests.support.contract import buckets_of, first_token, needs_seeing, started, weights_of
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import make_rows, picture, plain_logprobs, unmodified
 from tests.support.probe_pair import seeing_pair
@@ -51,19 +49,15 @@ def new(path: Path) -> Any:
 
 @pytest.fixture(scope="module", params=[_parameter(name, slow=True) for name in ("hf_infer", "vllm", "sglang")])
 def seeing(request: pytest.FixtureRequest, path: Path) -> Iterator[Any]:
-    if request.param == "vllm" and importlib.util.find_spec("torchvision") is None:
-        pytest.skip("vLLM's towers need torchvision: tests/support/torchvision_alone")
-    options = OPTIONS.get(request.param)
-    engine = STRATEGIES.get(request.param)(context_of(request.param, str(path), options, pictures=True))
-    engine.setup()
-    yield engine
-    engine.shutdown()
+    if request.param == "vllm":
+        needs_seeing("vllm")
+    with started(request.param, path, pictures=True) as engine:
+        yield engine
 
 
 def request_of(name: str, first: Item, **params: Any) -> GenerateRequest:
     """The same words around another first picture."""
     row = make_rows([[3, first, 2, B, 4]], 3, FAMILY)
-    assert row.items_I is not None
     return GenerateRequest(name, row.tokens_T.numpy(), SamplingParams(ignore_eos=True, **params), items=row.items_I[0])
 
 

@@ -16,7 +16,7 @@ from roll.distributed.strategy.sglang.strategy import SglangStrategy
 from roll.distributed.strategy.vllm.strategy import FIRST_TEMPERATURE, FIRST_TOP_K, VllmStrategy
 
 VOCABULARY, STOPS = 99, [7, 8]
-ENGINE: Any = SimpleNamespace(
+ENGINE = SimpleNamespace(
     vocab_size=VOCABULARY,
     _outline=SimpleNamespace(stop_ids=STOPS),
     _prompts=SglangPrompts(None),
@@ -39,7 +39,7 @@ actor_infer:
 """
 
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
-CASES: dict[str, Case] = {
+CASES = {
     # The YAML; what changes of the request, of vLLM's SamplingParams, of SGLang's arguments.
     "max_new_tokens": ("20", {"max_new_tokens": 20}, {}, {}),
     "temperature": ("0.5", {"temperature": 0.5}, {"temperature": 0.5}, {"temperature": 0.5}),

@@ -13,19 +13,8 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training import tensor_files
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.models.adapter_files import ADAPTER_FILE
-from roll.models.lora import LoraSpec
-from tests.support.contract import (
-    LORA,
-    OPTIONS,
-    assert_greedy,
-    buckets_of,
-    burst,
-    context_of,
-    load,
-    prompts,
-    requests_of,
-)
-from tests.support.harness import policy_loss
+from tests.support.contract import LORA, assert_greedy, buckets_of, greedy, load, prompts, started
+from tests.support.harness import policy_loss, share
 from tests.support.ranks import enter_rank, leave_rank, run_ranks
 from tests.support.trainers import make_batch, make_context
 
@@ -40,9 +29,10 @@ def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) ->
     enter_rank(port)
     for name in names:
         for lora in (None, LORA):
-            trainer = started(name, base, rank, lora)
-            batch = make_batch()
-            trainer.train_step(batch.select(batch.split(trainer.info.dp_size)[trainer.info.dp_rank]), policy_loss)
+            context = make_context(Path(base), name, rank=rank, world_size=2, lora=lora)
+            trainer = STRATEGIES.get(name)(context)
+            trainer.setup()
+            trainer.train_step(share(trainer, make_batch()), policy_loss)
             if lora is None:
                 trainer.save(folder / name)  # each rank a file of its own
                 tensor_files.MIN_SHARE_BYTES = 2**20
@@ -52,13 +42,6 @@ def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) ->
                 trainer.save(folder / name / "adapter")
             trainer.shutdown()
     leave_rank()
-
-
-def started(name: str, base: str, rank: int, lora: LoraSpec | None) -> Any:
-    context = make_context(Path(base), name, rank=rank, world_size=2, lora=lora, role="actor_train")
-    trainer: Any = STRATEGIES.get(name)(context)
-    trainer.setup()
-    return trainer
 
 
 @pytest.fixture(scope="session")
@@ -92,13 +75,8 @@ def test_a_model_folder_holds_a_model_alone(checkpoint, folder):
 def assert_opens(generator: str, folder: Path, *, as_model: Path, seed: int) -> None:
     """The generator loads a folder and decodes as Transformers does with that of ``as_model``."""
     prompt_list = prompts(3, seed=seed)
-    engine: Any = STRATEGIES.get(generator)(context_of(generator, str(folder), OPTIONS.get(generator)))
-    engine.setup()
-    try:
-        completions = asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
-        assert_greedy(completions, load(str(as_model)), prompt_list, 8)
-    finally:
-        engine.shutdown()
+    with started(generator, folder) as engine:
+        assert_greedy(greedy(engine, prompt_list, 8), load(str(as_model)), prompt_list, 8)
 
 
 @pytest.mark.parametrize("checkpoint", FIRST, indirect=True)
@@ -113,9 +91,8 @@ def test_every_saved_adapter_is_taken_by_the_generator(lora_engine, checkpoint):
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     prompt_list = prompts(3, seed=41)
     asyncio.run(lora_engine.update_adapter(buckets_of(load_file(folder / ADAPTER_FILE)), 1))
-    completions = asyncio.run(burst(lora_engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
-    merged: Any = PeftModel.from_pretrained(load(base), str(folder)).merge_and_unload()
-    assert_greedy(completions, merged, prompt_list, 8)
+    merged = PeftModel.from_pretrained(load(base), str(folder)).merge_and_unload()
+    assert_greedy(greedy(lora_engine, prompt_list, 8), merged, prompt_list, 8)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What every generator says of tokens that it is given, as a teacher or a reference: that of ``TokenScorer``."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from roll.algorithms.quantities import Quantity, TopTokens, logprobs
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States
 from roll.models.scoring import TokenScorer, score_batch
-from tests.support.contract import MAX_RUNNING, OPTIONS, context_of, load, prompts
+from tests.support.contract import MAX_RUNNING, load, prompts, started
 
 LONGEST = 96
 NUM_IDS = 60
@@ -33,12 +31,9 @@ def top_k(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def scorer(generator: str, model_path: Callable[..., str], top_k: int) -> Iterator[Any]:
-    context = context_of(generator, model_path("tied", 0), OPTIONS.get(generator), sequence_length=LONGEST)
-    context = replace(context, role="teacher", temperature=TEMPERATURE, needs=needs(top_k))
-    strategy = STRATEGIES.get(generator)(context)
-    strategy.setup()
-    yield strategy
-    strategy.shutdown()
+    options = {"sequence_length": LONGEST, "temperature": TEMPERATURE, "needs": needs(top_k)}
+    with started(generator, model_path("tied", 0), role="teacher", **options) as engine:
+        yield engine
 
 
 def test_scores_are_those_of_the_model(scorer, model_path, top_k):
@@ -70,7 +65,6 @@ def given_rows(seed: int = 0, longest: int = LONGEST) -> Batch:
 
 
 def assert_same(seen: TokenScores, expected: TokenScores, batch: Batch) -> None:
-    assert seen.logprobs_T is not None and expected.logprobs_T is not None
     torch.testing.assert_close(seen.logprobs_T, expected.logprobs_T, atol=1e-4, rtol=0)
     for name in ("top_logprobs_TK", "tail_T"):
         found, wanted = getattr(seen, name), getattr(expected, name)
@@ -78,6 +72,6 @@ def assert_same(seen: TokenScores, expected: TokenScores, batch: Batch) -> None:
         if wanted is not None:
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
     if expected.top_ids_TK is not None:
-        assert seen.top_ids_TK is not None and seen.top_ids_TK.shape == expected.top_ids_TK.shape
+        assert seen.top_ids_TK.shape == expected.top_ids_TK.shape
         same = (seen.top_ids_TK == expected.top_ids_TK)[batch.loss_mask_T].float().mean()
         assert same > 0.999, "but for ties"

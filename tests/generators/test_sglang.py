@@ -78,7 +78,7 @@ def test_options_are_those_of_the_installed_sglang():
 
 
 def test_a_seed_gives_the_tokens_that_it_gives_in_hf_infer(sglang, model_path):
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20, "repetition_penalty": 1.3}]
+    kinds = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20, "repetition_penalty": 1.3}]
     requests = [
         GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=32, seed=2**64 - 1 - i, **kinds[i % 3]))
         for i, prompt in enumerate(prompts(12, seed=60))

@@ -29,9 +29,9 @@ from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
     buckets_of,
-    burst,
     context_of,
     forward_logprobs,
+    greedy,
     greedy_oracle,
     load,
     make_model,
@@ -89,8 +89,6 @@ def test_why_the_engine_could_not_start_is_in_the_error(model_path, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, whose kernels take other heads")
 def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path):
-    from roll.models.tiny import make_tokenizer
-
     model = make_model("untied", 0)
     model.config.head_dim = 16
     type(model)(model.config).save_pretrained(tmp_path / "small")
@@ -99,28 +97,23 @@ def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path):
         STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path / "small"))).setup()
 
 
-def quantised(folder: str) -> Any:
-    context = context_of("vllm", folder, {"quantization": "fp8_per_channel"})
-    context.worker.model_args.dtype = "bf16"
-    engine: Any = STRATEGIES.get("vllm")(context)
-    engine.setup()
-    return engine
-
-
 @pytest.mark.slow  # two engines
 def test_new_weights_are_quantised_as_those_that_it_starts_with(model_path):
-    asked, said = requests_of(prompts(6, seed=4), temperature=0.0, max_new_tokens=8), []
-    for start in ("old", "new"):
-        engine = quantised(model_path("tied", 0 if start == "old" else 1))
-        if start == "old":
-            new = {name: weight.bfloat16() for name, weight in weights_of(load(model_path("tied", 1))).items()}
-            asyncio.run(engine.update_weights(buckets_of(new), 1))
-        said.append(asyncio.run(burst(engine, asked)))
+    prompt_list, said, new = prompts(6, seed=4), [], load(model_path("tied", 1))
+    for seed in (0, 1):
+        context = context_of("vllm", model_path("tied", seed), {"quantization": "fp8_per_channel"})
+        context.worker.model_args.dtype = "bf16"
+        engine = STRATEGIES.get("vllm")(context)
+        engine.setup()
+        if seed == 0:
+            weights = {name: weight.bfloat16() for name, weight in weights_of(new).items()}
+            asyncio.run(engine.update_weights(buckets_of(weights), 1))
+        said.append(greedy(engine, prompt_list, 8))
         engine.shutdown()
     gaps = []
-    for one, other, request in zip(*said, asked, strict=True):
+    for one, other, prompt in zip(*said, prompt_list, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and np.array_equal(one.logprobs, other.logprobs)
-        plain = forward_logprobs(load(model_path("tied", 1)), request.prompt_ids, one.token_ids, 1.0)
+        plain = forward_logprobs(new, prompt, one.token_ids, 1.0)
         gaps.append(float(np.abs(one.logprobs - plain).max()))
     assert 1e-3 < max(gaps) < 1.0, "in fewer bits, and near"
 
@@ -204,7 +197,7 @@ def test_batches_are_those_that_vllm_measured_for_throughput(model_path, monkeyp
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    seen: list[Any] = []
+    seen = []
 
     def refuse(arguments: Any, *, usage_context: Any = None) -> Any:
         seen.extend([usage_context, arguments.max_num_seqs])
@@ -250,7 +243,7 @@ def test_logits_of_prompts_are_computed_for_some_tokens_at_a_time(monkeypatch):
 def test_a_connector_of_keys_and_values_is_vllms_own(tmp_path):
     given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     (tmp_path / "config.json").write_text("{}")
-    outline: Any = SimpleNamespace(dtype=torch.bfloat16, text_config=SimpleNamespace(model_type="qwen2"))
+    outline = SimpleNamespace(dtype=torch.bfloat16, text_config=SimpleNamespace(model_type="qwen2"))
     made = engine_arguments(
         context_of("vllm", str(tmp_path)), VllmConfig(kv_transfer_config=given), outline, on_cpu=False
     )
@@ -328,13 +321,11 @@ def test_a_probe_names_what_the_engine_does_otherwise(faulty, monkeypatch, fault
 @pytest.mark.slow
 def test_a_probe_names_a_token_offset(faulty, monkeypatch):
     right = faulty.generator.completion
-    monkeypatch.setattr(
-        faulty.generator,
-        "completion",
-        lambda request, ids, logprobs, *args, **named: right(
-            request, ids, [*logprobs[1:], logprobs[0]], *args, **named
-        ),
-    )
+
+    def shifted(request: Any, ids: Any, logprobs: Any, *args: Any, **named: Any) -> Any:
+        return right(request, ids, [*logprobs[1:], logprobs[0]], *args, **named)
+
+    monkeypatch.setattr(faulty.generator, "completion", shifted)
     (cause,) = faulty.causes()
     assert cause.startswith("token offset")
 

@@ -1,15 +1,20 @@
-"""The CPU contract on one GPU: the same model gives the same scores, gradients and greedy tokens there."""
+"""The CPU contract on one GPU: the same model gives the same scores, gradients and greedy tokens there.
+
+Options of ``fsdp2_train`` that only a GPU has change speed or memory, and the gradient only by rounding.
+"""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from roll.algorithms.losses import build_sft_loss
-from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
+from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences
 from roll.data.requests import GenerateRequest, SamplingParams
@@ -22,6 +27,7 @@ from roll.distributed.strategy.megatron.strategy import MegatronInfer
 from roll.distributed.weights.collective import BroadcastGroup, invite
 from roll.models import planned_attention
 from roll.models.loading import load_causal_lm
+from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
@@ -34,12 +40,29 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def context(model_path: Path, name: str) -> StrategyContext:
-    worker = WorkerConfig(model_args=ModelArguments(dtype="fp32"), strategy_args=StrategyArguments(strategy_name=name))
-    return StrategyContext(worker=worker, role="actor_train", model_path=str(model_path))
+def context(
+    model_path: Path,
+    name: str,
+    config: dict[str, Any] | None = None,
+    model_args: dict[str, Any] | None = None,
+    lora: LoraSpec | None = None,
+    **worker: Any,
+) -> StrategyContext:
+    """``worker``: other keys of the role."""
+    sections = {
+        "model_args": {"dtype": "fp32"} | (model_args or {}),
+        "strategy_args": {"strategy_name": name, "strategy_config": config or {}},
+    }
+    return StrategyContext(WorkerConfig.model_validate(sections | worker), "actor_train", str(model_path), lora=lora)
 
 
-def random_batch(vocabulary: int) -> Batch:
+def started(model_path: Path, **options: Any) -> Fsdp2Train:
+    trainer = Fsdp2Train(context(model_path, "fsdp2_train", **options))
+    trainer.setup()
+    return trainer
+
+
+def random_batch(vocabulary: int = 800) -> Batch:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([7, 12, 9])
     mask = torch.zeros(28, dtype=torch.bool)
@@ -59,14 +82,11 @@ def reference_logprobs(model_path: Path, batch: Batch) -> torch.Tensor:
 
 
 def test_scores_on_the_gpu_equal_a_float64_forward_pass_and_survive_offloading(model_path):
-    trainer = Fsdp2Train(context(model_path, "fsdp2_train"))
-    trainer.setup()
-    batch = random_batch(800)
+    trainer, batch = started(model_path), random_batch()
     expected = reference_logprobs(model_path, batch)
     for _ in range(2):
-        scores = trainer.logprobs(batch)
-        assert scores.logprobs_T is not None
-        torch.testing.assert_close(scores.logprobs_T.cpu().double(), expected, atol=1e-4, rtol=0)
+        scores_T = trainer.logprobs(batch).logprobs_T
+        torch.testing.assert_close(scores_T.cpu().double(), expected, atol=1e-4, rtol=0)
         before = torch.cuda.memory_allocated()
         trainer.offload(States.ALL)
         assert torch.cuda.memory_allocated() < before
@@ -74,9 +94,7 @@ def test_scores_on_the_gpu_equal_a_float64_forward_pass_and_survive_offloading(m
 
 
 def test_training_on_the_gpu_lowers_the_loss(model_path):
-    trainer = Fsdp2Train(context(model_path, "fsdp2_train"))
-    trainer.setup()
-    batch = random_batch(800)
+    trainer, batch = started(model_path), random_batch()
     first = trainer.train_step(batch, build_sft_loss())["actor/loss"]
     for _ in range(20):
         last = trainer.train_step(batch, build_sft_loss())["actor/loss"]
@@ -109,7 +127,7 @@ def test_packed_sequences_in_one_call_of_a_kernel_equal_float64(window):
     plan = PackedSequences((5, 64, 1, 30))
     states = [torch.randn(1, heads, 100, 64, device="cuda", dtype=torch.bfloat16) for heads in (14, 2, 2)]
     weight = torch.randn(1, 100, 14, 64, device="cuda", dtype=torch.float64)
-    options: dict[str, Any] = {"scaling": 0.1, "sliding_window": window}
+    options = {"scaling": 0.1, "sliding_window": window}
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal, module.training = 7, True, False
 
@@ -124,28 +142,19 @@ def test_packed_sequences_in_one_call_of_a_kernel_equal_float64(window):
 
 
 def test_a_packed_row_in_bf16_scores_as_its_sequences_do_alone(model_path):
-    batch = random_batch(800)
+    batch = random_batch()
     expected = reference_logprobs(model_path, batch)
-    section = {
-        "model_args": {"dtype": "bf16"},
-        "strategy_args": {"strategy_name": "fsdp2_train"},
-        "use_sequence_packing": True,
-        "infer_batch_size": 4,
-    }
-    trainer = Fsdp2Train(StrategyContext(WorkerConfig.model_validate(section), "actor_train", str(model_path)))
-    trainer.setup()
-    found = trainer.logprobs(batch).logprobs_T
-    assert found is not None
+    packing = {"use_sequence_packing": True, "infer_batch_size": 4}
+    found = started(model_path, model_args={"dtype": "bf16"}, **packing).logprobs(batch).logprobs_T
     torch.testing.assert_close(found.cpu().double(), expected, atol=0.1, rtol=0)
 
 
 def test_shards_of_a_lone_rank_train_as_its_replica_does(model_path, monkeypatch):
     """``fully_shard`` with its streams and its collectives, which a lone rank does without otherwise."""
-    batch = random_batch(800)
+    batch = random_batch()
 
     def losses() -> list[float]:
-        trainer = Fsdp2Train(context(model_path, "fsdp2_train"))
-        trainer.setup()
+        trainer = started(model_path)
         assert isinstance(trainer.weights, ShardedWeights) == sharded
         found = [trainer.train_step(batch, build_sft_loss())["actor/loss"] for _ in range(2)]
         trainer.offload(States.ALL)
@@ -177,12 +186,45 @@ def test_megatron_in_fp8_scores_nearly_as_in_bf16(tmp_path, packing):
     make_tiny_model(tmp_path, seed=0, hidden_size=128, num_heads=2)
     found = []
     for options in ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}):
-        chosen = StrategyArguments(strategy_name="megatron_infer", strategy_config=options)
-        worker = WorkerConfig(
-            model_args=ModelArguments(dtype="bf16"), strategy_args=chosen, use_sequence_packing=packing
-        )
-        scorer = MegatronInfer(StrategyContext(worker=worker, role="reference", model_path=str(tmp_path)))
+        section = {"model_args": {"dtype": "bf16"}, "use_sequence_packing": packing}
+        scorer = MegatronInfer(replace(context(tmp_path, "megatron_infer", options, **section), role="reference"))
         scorer.setup()
-        found.append(scorer.logprobs(random_batch(800)).logprobs_T)
+        found.append(scorer.logprobs(random_batch()).logprobs_T)
     gap = (found[0] - found[1]).abs()
     assert gap.max() > 0 and gap.median() < 0.2
+
+
+class Probed(Fsdp2Train):
+    gradient: dict[str, Tensor]
+
+    def apply_gradients(self, rate: float, norm: float) -> None:
+        assert all(share.is_cuda for share in self.weights.trained.values())
+        self.gradient = {name: share.grad.cpu() for name, share in self.weights.trained.items()}
+        super().apply_gradients(rate, norm)
+
+
+def gradient(path: Path, **options: Any) -> dict[str, Tensor]:
+    trainer = Probed(context(path, "fsdp2_train", **options))
+    trainer.setup()
+    for _ in range(2):  # an adapter's first gradient is half zero
+        trainer.train_step(random_batch(300), build_sft_loss())
+    return trainer.gradient
+
+
+@pytest.mark.parametrize(
+    "lora", [None, LoraSpec(rank=4, alpha=8, targets=("q_proj", "down_proj"))], ids=["all weights", "adapter"]
+)
+@pytest.mark.parametrize("option", ["activation_offload", "liger"])
+def test_option_does_not_change_the_gradient(model_path, option, lora, monkeypatch):
+    monkeypatch.setattr(strategy, "MIN_BYTES", 0)
+    expected = gradient(model_path, lora=lora)
+    if option == "liger":
+        pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+        found = gradient(model_path, model_args={"use_liger_kernel": True}, lora=lora)
+    else:
+        found = gradient(model_path, config={"activation_offload": True}, lora=lora)
+        assert strategy._side_stream(torch.device("cuda", 0)) != torch.cuda.current_stream()
+        assert strategy._side_stream.cache_info().hits > 0
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)

@@ -11,25 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States
 from tests.support.contract import (
     assert_greedy,
     buckets_of,
-    burst,
-    context_of,
     first_token,
+    greedy,
     greedy_oracle,
     load,
     prompts,
     requests_of,
     save_model,
+    started,
     weights_of,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "vllm": {"gpu_memory_utilization": 0.3},
     "sglang": {"mem_fraction_static": 0.3} | ({"python_executable": SGLANG_PYTHON} if SGLANG_PYTHON else {}),
 }
@@ -42,6 +41,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
     pytest.mark.timeout(3600),  # an engine that captures graphs takes a minute or two to start
 ]
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    for variable, value in EXACT.items():
+        monkeypatch.setenv(variable, value)
 
 
 def require(name: str) -> None:
@@ -66,11 +71,9 @@ def in_use() -> int:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_path, monkeypatch):
+def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_path, exact):
     """Weights and cache leave; requests in flight wait, and go on although their keys and values are gone."""
     require(name)
-    for variable, value in EXACT.items():
-        monkeypatch.setenv(variable, value)
     path, other = tmp_path / "old", tmp_path / "new"
     save_model(path, "tied", 0)
     save_model(other, "tied", 1)
@@ -78,13 +81,12 @@ def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_pa
     prompt_list = prompts(8, seed=40, low=40, high=60)
     endless = next(p for p in prompts(60, seed=7, low=4, high=12) if len(greedy_oracle(old, p, 300)) == 300)
     before = in_use()
-    engine: Any = STRATEGIES.get(name)(context_of(name, str(path), OPTIONS[name]))
-    engine.setup()
-    assert engine.can_offload
 
-    async def asleep() -> Any:
+    async def asleep(engine: Any) -> Any:
         awake = in_use()
-        tasks = [asyncio.create_task(engine.generate(r)) for r in requests_of([endless], **greedy(300))]
+        tasks = [
+            asyncio.create_task(engine.generate(r)) for r in requests_of([endless], temperature=0.0, max_new_tokens=300)
+        ]
         await first_token(engine)
         await asyncio.to_thread(engine.offload, States.ALL)
         away = in_use()
@@ -94,9 +96,10 @@ def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_pa
         await asyncio.to_thread(engine.onload, States.CACHE)
         return awake, away, updatable, done, await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
-    try:
+    with started(name, path, OPTIONS[name]) as engine:
+        assert engine.can_offload
         for round_ in range(2):
-            awake, away, updatable, done, completions = asyncio.run(asleep())
+            awake, away, updatable, done, completions = asyncio.run(asleep(engine))
             figures = f"{awake >> 20} awake, {away >> 20} asleep, {updatable >> 20} with its weights alone"
             print(f"{name}: {before >> 20} MiB before, {figures}")
             assert updatable - away < 0.3 * (awake - away), "the cache, most of a tiny model's memory, is still away"
@@ -106,24 +109,18 @@ def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_pa
         engine.offload(States.CACHE)
         asyncio.run(engine.update_weights(buckets_of(weights_of(new)), 1))
         engine.onload(States.CACHE)
-        assert_greedy(asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16)))), new, prompt_list, 16)
+        assert_greedy(greedy(engine, prompt_list), new, prompt_list, 16)
         asyncio.run(asleep_and_awake(engine))
-        assert_greedy(asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16)))), new, prompt_list, 16)
-    finally:
-        engine.shutdown()
+        assert_greedy(greedy(engine, prompt_list), new, prompt_list, 16)
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_that_is_sent_its_weights_again_drops_them(name, tmp_path, monkeypatch):
+def test_an_engine_that_is_sent_its_weights_again_drops_them(name, tmp_path, exact):
     require(name)
-    for variable, value in EXACT.items():
-        monkeypatch.setenv(variable, value)
     for folder in (path := tmp_path / "0", tmp_path / "1"):
         save_model(folder, "tied", int(folder.name))
-    engine: Any = STRATEGIES.get(name)(context_of(name, str(path), OPTIONS[name], updated_after_offload=True))
-    engine.setup()
     prompt_list = prompts(8, seed=40, low=40, high=60)
-    try:
+    with started(name, path, OPTIONS[name], updated_after_offload=True) as engine:
         assert engine.drops_weights
         for version, seed in enumerate((1, 0, 1), start=1):
             model = load(str(tmp_path / str(seed)))
@@ -131,16 +128,9 @@ def test_an_engine_that_is_sent_its_weights_again_drops_them(name, tmp_path, mon
             engine.onload(States.WEIGHTS)
             asyncio.run(engine.update_weights(buckets_of(weights_of(model)), version))
             engine.onload(States.CACHE)
-            found = asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16))))
-            assert_greedy(found, model, prompt_list, 16)
-    finally:
-        engine.shutdown()
+            assert_greedy(greedy(engine, prompt_list), model, prompt_list, 16)
 
 
 async def asleep_and_awake(engine: Any) -> None:
     await asyncio.to_thread(engine.offload, States.ALL)
     await asyncio.to_thread(engine.onload, States.ALL)
-
-
-def greedy(max_new_tokens: int) -> dict[str, Any]:
-    return {"temperature": 0.0, "max_new_tokens": max_new_tokens}

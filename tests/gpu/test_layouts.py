@@ -3,19 +3,16 @@
 GPU kernels add up in another order than a CPU's, and some matrix products round to TF32: the bounds are wider.
 """
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 
-from roll.configs.engines import packages
-from tests.support.harness import MEASURES, Figures, Layout, as_row, measure
+from tests.support.harness import Layout, Measured, check
 from tests.support.layouts_deepspeed import LAYOUTS as DEEPSPEED
 from tests.support.layouts_deepspeed import zero
 from tests.support.layouts_fsdp2 import LAYOUTS as FSDP2
 from tests.support.layouts_megatron import LAYOUTS as MEGATRON
-
-PACKAGES = packages()
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 BF16 = {"model_args": {"dtype": "bf16"}}
@@ -27,13 +24,13 @@ ALONE = [
 """DeepSpeed's own rows all have several processes."""
 GROUPED = Layout("alone-moe-bf16", "megatron_train", 1, model="qwen3_moe", bounds={"weights": 2**-7}, **BF16)
 """With TransformerEngine, one product for all experts."""
-LAYOUTS = [*ALONE, *FSDP2, *DEEPSPEED, *MEGATRON, GROUPED]
+LAYOUTS = [replace(each, slow=False) for each in (*ALONE, *FSDP2, *DEEPSPEED, *MEGATRON, GROUPED)]
 FP32_BOUND = 2e-4
 
 
 @pytest.fixture(scope="session")
-def figures() -> dict[str, Figures]:
-    return {}
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return Measured(LAYOUTS, tmp_path_factory, on_gpus=True)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +40,7 @@ def figures() -> dict[str, Figures]:
         for row in LAYOUTS
     ],
 )
-def test_layout_on_gpus(layout, figures, tmp_path_factory):
-    package = PACKAGES.get(layout.strategy)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+def test_layout_on_gpus(layout, measured):
     if layout.world_size > torch.cuda.device_count():
         pytest.skip(f"needs {layout.world_size} GPUs, there are {torch.cuda.device_count()}")
-    if layout.id not in figures:
-        members = [m for m in LAYOUTS if (m.strategy, m.world_size) == (layout.strategy, layout.world_size)]
-        figures |= measure(members, Path(tmp_path_factory.mktemp("gpus")), on_gpus=True)
-    found = figures[layout.id]
-    assert not found.error, found.error
-    for name in MEASURES:
-        assert getattr(found, name) <= max(FP32_BOUND, layout.bound(name)), f"{name}: {as_row(found)}"
+    check(layout, measured.of(layout), FP32_BOUND)

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from roll.configs.engines import packages
 from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States
 from roll.models.lora import LoraSpec
-from tests.support.harness import TEMPERATURE, Layout, make_context, policy_loss
+from tests.support.harness import TEMPERATURE, Layout, needs, policy_loss, started
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import enter_rank, run_ranks
 from tests.support.sizes import sizes
-
-PACKAGES = packages()
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 VOCABULARY = 8192
@@ -99,9 +95,7 @@ def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path) -
 
 
 def score(layout: Layout, model: Path) -> dict[str, Any]:
-    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model, 0))
-    strategy.setup()
-    batch = make_batch()
+    strategy, batch = started(layout, model), make_batch()
     result = {"stayed": strategy.logprobs(batch).logprobs_T, "before": taken()}
     strategy.offload(States.ALL)
     result["away"] = taken()
@@ -110,9 +104,7 @@ def score(layout: Layout, model: Path) -> dict[str, Any]:
 
 
 def train(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
-    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model, 0))
-    strategy.setup()
-    batch, result = make_batch(), {}
+    strategy, batch, result = started(layout, model), make_batch(), {}
     strategy.train_step(batch, policy_loss)
     result["stayed"] = strategy.logprobs(batch).logprobs_T
     strategy.save(folder / "checkpoint")
@@ -143,13 +135,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
     """What a process of its own found out."""
-    package = PACKAGES.get(layout.strategy)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    needs(layout.strategy)
     if layout.lora is not None:
         pytest.importorskip("peft", reason="peft is not installed (extra lora)")
     run_ranks(rank_main, 1, layout, model, folder)
-    found: dict[str, Any] = torch.load(folder / "result.pt", weights_only=True)
+    found = torch.load(folder / "result.pt", weights_only=True)
     assert "error" not in found, found["error"]
     print({name: f"{found[name] / 2**20:.0f} MiB" for name in ("before", "scoring", "away") if name in found})
     offloads = "offload" in str(layout.strategy_config)  # little is there to begin with

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.xdist_group("weight routes"),  # one Ray
 ]
-OPTIONS: dict[str, dict[str, Any]] = {"vllm": {"gpu_memory_utilization": 0.3}, "sglang": {"mem_fraction_static": 0.3}}
+OPTIONS = {"vllm": {"gpu_memory_utilization": 0.3}, "sglang": {"mem_fraction_static": 0.3}}
 IPC, NCCL = Route.CUDA_IPC, Route.COLLECTIVE
 SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
 if SGLANG_PYTHON:

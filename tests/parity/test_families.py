@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.models.measured import packing_problem
@@ -27,30 +26,30 @@ from tests.support.choice import one_in
 from tests.support.contract import OPTIONS, burst, context_of, forward_logprobs, greedy_oracle, requests_of
 from tests.support.harness import (
     ALL_ADAPTED,
-    MEASURES,
     VOCABULARY,
     Figures,
     Layout,
     as_row,
+    check,
     measure,
     measure_here,
+    needs,
     record,
 )
 from tests.support.known_families import KNOWN, LONGROPE, SCORES, Known, make_known
 
-PACKAGES = packages()
-TRAINERS: dict[str, dict[str, Any]] = {
+TRAINERS = {
     "fsdp2_train": {},
     "deepspeed_train": {"zero_optimization": {"stage": 2}},
     "megatron_train": {},
 }
-FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
+FOUR = {"per_device_train_batch_size": 4}
 BY_TOKENS = {
     f"{key}_{where}": value
     for where in ("train", "infer")
     for key, value in {"use_dynamic_batching_in": True, "max_tokens_per_microbatch_in": 50}.items()
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "whole": {},
     "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
     "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
@@ -113,24 +112,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-def packing_refused(layout: Layout, folder: Path) -> str:
-    if not layout.worker.get("use_sequence_packing"):
-        return ""
-    return packing_problem(AutoConfig.from_pretrained(folder))
+def refusal(layout: Layout, family: str, variant: str, folder: Path) -> tuple[str, str]:
+    """Why a trainer refuses a row, if it does, and the setting that it names."""
+    if layout.strategy == "megatron_train":
+        refused = KNOWN[family].model_type == "phi3" and variant == "lora"
+        reason = "lora_target: got gate_up_proj, qkv_proj among the layers" if refused else ""
+        return reason, "model_args.lora_target: got"
+    packed = layout.worker.get("use_sequence_packing")
+    reason = packing_problem(AutoConfig.from_pretrained(folder)) if packed else ""
+    return reason, "use_sequence_packing: true, expected false"
 
 
-def megatron_refused(family: str, variant: str) -> str:
-    return (
-        "lora_target: got gate_up_proj, qkv_proj among the layers"
-        if KNOWN[family].model_type == "phi3" and variant == "lora"
-        else ""
-    )
-
-
-def check(family: str, engine: str, variant: str, layout: Layout, figures: Figures) -> None:
+def record_and_check(family: str, engine: str, variant: str, layout: Layout, figures: Figures) -> None:
     record("family", {"family": family, "engine": engine, "variant": variant} | as_row(figures))
-    for name in (*MEASURES, *(["saved"] if layout.saved else [])):
-        assert getattr(figures, name) <= layout.bound(name), f"{name}: {as_row(figures)}"
+    check(layout, figures)
 
 
 @pytest.mark.parametrize(
@@ -138,40 +133,33 @@ def check(family: str, engine: str, variant: str, layout: Layout, figures: Figur
     [pytest.param(*each, marks=[] if each in CHOICE else [pytest.mark.slow]) for each in ROWS],
 )
 def test_a_trainer_takes_the_same_steps(models, tmp_path, caplog, family, trainer, variant):
-    package = PACKAGES.get(trainer)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    needs(trainer)
     layout = row(family, trainer, variant)
     folder = models / layout.model
     if not folder.exists():
         make_known(folder, layout.model, VOCABULARY)
-    if trainer == "megatron_train":
-        reason, said = megatron_refused(family, variant), "model_args.lora_target: got"
-    else:
-        reason, said = packing_refused(layout, folder), "use_sequence_packing: true, expected false"
+    reason, said = refusal(layout, family, variant, folder)
     if reason:
         with pytest.raises(ValueError, match=said) as refused:
             measure_here(layout, models, tmp_path)
         assert reason in str(refused.value)
         record("family", {"family": family, "engine": trainer, "variant": variant, "refused": reason})
         return
-    check(family, trainer, variant, layout, measure_here(layout, models, tmp_path))
+    record_and_check(family, trainer, variant, layout, measure_here(layout, models, tmp_path))
 
 
 @pytest.mark.slow  # two processes each
 @pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "gemma3", "qwen3_moe", "glm4_moe", "qwen3_5"])
 def test_two_tensor_parallel_ranks_take_the_same_steps(tmp_path, family):
-    layout = replace(row(family, "fsdp2_train", "whole"), world_size=2, strategy_config={"tensor_parallel_size": 2})
-    layout = replace(layout, saved=False)
+    layout = replace(row(family, "fsdp2_train", "whole", saved=False), world_size=2)
+    layout = replace(layout, strategy_config={"tensor_parallel_size": 2})
     make_known(tmp_path / family, family, VOCABULARY)
-    figures = measure([layout], tmp_path)[layout.id]
-    assert not figures.error, figures.error
-    check(family, "fsdp2_train", "tensor parallel", layout, figures)
+    record_and_check(family, "fsdp2_train", "tensor parallel", layout, measure([layout], tmp_path)[layout.id])
 
 
 TP_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP, EP, ETP = "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
-MEGATRON_LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+MEGATRON_LAYOUTS = {
     "mistral": [("whole", TP_SP)],
     "phi3": [("whole", TP_SP)],
     "mixtral": [("whole", {EP: 2}), ("packed", TP_SP)],
@@ -195,8 +183,7 @@ MEGATRON_LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 @pytest.mark.slow  # two processes each
 @pytest.mark.parametrize("family", MEGATRON_LAYOUTS)
 def test_two_ranks_of_megatron_take_the_same_steps(tmp_path, family):
-    if not PACKAGES["megatron_train"].installed:
-        pytest.skip("Megatron-Core is not installed")
+    needs("megatron_train")
     layouts = []
     for number, (variant, config) in enumerate(MEGATRON_LAYOUTS[family]):
         alone = row(family, "megatron_train", variant)
@@ -204,15 +191,12 @@ def test_two_ranks_of_megatron_take_the_same_steps(tmp_path, family):
     make_known(tmp_path / family, family, VOCABULARY)
     measured = measure(layouts, tmp_path)
     for layout in layouts:
-        figures = measured[layout.id]
-        assert not figures.error, (layout, figures.error)
-        check(family, "megatron_train", "two ranks", layout, figures)
+        record_and_check(family, "megatron_train", "two ranks", layout, measured[layout.id])
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_rows_beyond_where_longrope_changes_are_refused(tmp_path, trainer):
-    if not getattr(PACKAGES.get(trainer), "installed", True):
-        pytest.skip(f"the engine of {trainer} is not installed")
+    needs(trainer)
     layout = row("phi4_mini", trainer, "shared")
     shorter = {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}}
     make_known(tmp_path / "phi4_mini", "phi4_mini", VOCABULARY, **shorter, original_max_position_embeddings=16)
@@ -223,9 +207,8 @@ def test_rows_beyond_where_longrope_changes_are_refused(tmp_path, trainer):
 def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused(tmp_path):
     layout = row("gemma2", "fsdp2_train", "whole", model_args={"attn_implementation": "sdpa"})
     make_known(tmp_path / "gemma2", "gemma2", VOCABULARY)
-    with pytest.raises(
-        ValueError, match=r"got sdpa, expected auto, eager or fa2: gemma2 caps attention scores at 2\.0"
-    ):
+    words = r"got sdpa, expected auto, eager or fa2: gemma2 caps attention scores at 2\.0"
+    with pytest.raises(ValueError, match=words):
         measure_here(layout, tmp_path, tmp_path)
 
 
@@ -240,8 +223,7 @@ def test_a_reward_model_computes_the_cap_of_attention_scores(tmp_path):
 
 @pytest.mark.parametrize("family", [name for name, known in KNOWN.items() if not known.megatron])
 def test_megatron_refuses_what_it_does_not_convert(models, tmp_path, family):
-    if not PACKAGES["megatron_train"].installed:
-        pytest.skip("Megatron-Core is not installed")
+    needs("megatron_train")
     if not (models / family).exists():
         make_known(models / family, family, VOCABULARY)
     with pytest.raises(ValueError) as refused:
@@ -291,14 +273,30 @@ def generated(engine: Any, folder: Path) -> float:
     return worst
 
 
+def check_generated(
+    served: Any, family: str, engine: str, sizes: dict[str, Any], bound: float, reason: str = "", **told: str
+) -> None:
+    """An engine generates as the unmodified model, or refuses it on a CPU for the reason."""
+    told = {"family": family, "engine": engine, "variant": "greedy", **told}
+    if reason:
+        with pytest.raises((ValueError, EngineStoppedError), match=re.escape(reason)):
+            generated(*served(family, engine, **sizes))
+        record("family", told | {"refused": f"{ON_A_CPU[engine]}: {reason}"})
+        return
+    worst = generated(*served(family, engine, **sizes))
+    record("family", told | {"logprobs": worst})
+    assert worst <= bound
+
+
+ON_A_CPU = {"vllm": "on a CPU, in float32", "sglang": "on a CPU"}
+
+
 @pytest.mark.parametrize("family", one_in(2, KNOWN))
 def test_hf_infer_generates_as_the_unmodified_model(served, family):
-    worst = generated(*served(family, "hf_infer"))
-    record("family", {"family": family, "engine": "hf_infer", "variant": "greedy", "logprobs": worst})
-    assert worst <= (STATES if KNOWN[family].recurrent else BOUNDS)["logprobs"]
+    check_generated(served, family, "hf_infer", {}, (STATES if KNOWN[family].recurrent else BOUNDS)["logprobs"])
 
 
-VLLM_SIZES: dict[str, dict[str, Any]] = {
+VLLM_SIZES = {
     "granite_hybrid": {"hidden_size": 128, "mamba_n_heads": 16},
     "phi4_mini": {
         "hidden_size": 128,
@@ -323,21 +321,12 @@ VLLM_UNTRIED = ("qwen3_5", "qwen3_5_moe", "deepseek_v3")
 @pytest.mark.slow  # an engine of its own for each
 @pytest.mark.parametrize("family", [name for name in KNOWN if name not in VLLM_UNTRIED])
 def test_vllm_generates_as_the_unmodified_model(served, family):
-    if not PACKAGES["vllm"].installed:
-        pytest.skip("vLLM is not installed")
+    needs("vllm")
     sizes = VLLM_SIZES.get(family, {"head_dim": 32})
-    if family in VLLM_REFUSES:
-        with pytest.raises((ValueError, EngineStoppedError), match=VLLM_REFUSES[family]):
-            generated(*served(family, "vllm", **sizes))
-        reason = f"on a CPU, in float32: {VLLM_REFUSES[family]}"
-        record("family", {"family": family, "engine": "vllm", "variant": "greedy", "refused": reason})
-        return
-    worst = generated(*served(family, "vllm", **sizes))
-    record("family", {"family": family, "engine": "vllm", "variant": "greedy", "logprobs": worst})
-    assert worst <= 10 * BOUNDS["logprobs"]
+    check_generated(served, family, "vllm", sizes, 10 * BOUNDS["logprobs"], VLLM_REFUSES.get(family, ""))
 
 
-SGLANG_SIZES: dict[str, dict[str, Any]] = {
+SGLANG_SIZES = {
     "mistral": {"sliding_window": 64},
     "phi3": {"sliding_window": 64, "intermediate_size": 64},
     "phi4_mini": {"partial_rotary_factor": 0.75, "intermediate_size": 64, "max_position_embeddings": 1024},
@@ -345,7 +334,7 @@ SGLANG_SIZES: dict[str, dict[str, Any]] = {
 }
 """On a CPU it pads what is no multiple of 32, which not all of its classes can load. The share of rotary dimensions is
 read where published configurations have it."""
-SGLANG_REFUSES: dict[str, str] = {
+SGLANG_REFUSES = {
     "gemma2": "attention leaves out the caps of scores of gemma2",
     "gpt_oss": "attention leaves out the sinks of gpt_oss",
     "deepseek_v3": "attention does not read the latent keys of deepseek_v3",
@@ -362,16 +351,8 @@ SGLANG_REFUSES: dict[str, str] = {
 def test_sglang_generates_as_the_unmodified_model(served, family):
     if not OPTIONS:
         pytest.skip("ROLL_SGLANG_PYTHON names no environment (make test-sglang)")
-    told = {"family": family, "engine": "sglang", "variant": "greedy", "run": sglang_run()}
-    sizes = SGLANG_SIZES.get(family, {})
-    if reason := SGLANG_REFUSES.get(family):
-        with pytest.raises((ValueError, EngineStoppedError), match=re.escape(reason)):
-            generated(*served(family, "sglang", **sizes))
-        record("family", told | {"refused": f"on a CPU: {reason}"})
-        return
-    worst = generated(*served(family, "sglang", **sizes))
-    record("family", told | {"logprobs": worst})
-    assert worst <= 10 * BOUNDS["logprobs"]
+    sizes, reason = SGLANG_SIZES.get(family, {}), SGLANG_REFUSES.get(family, "")
+    check_generated(served, family, "sglang", sizes, 10 * BOUNDS["logprobs"], reason, run=sglang_run())
 
 
 def sglang_run() -> str:

@@ -1,31 +1,28 @@
 """Frozen parts, and parts with learning rates of their own: every trainer takes the steps of plain Hugging Face in
 float64, and goes on from a checkpoint."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from roll.configs.engines import packages
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.checkpoint import OPTIMIZER, resume_folder
 from tests.support.harness import (
     FP32_BOUND,
-    MEASURES,
     Layout,
-    as_row,
-    make_batch,
-    make_context,
+    Measured,
+    cases,
+    check,
     make_model,
-    measure,
-    policy_loss,
+    needs,
+    started,
+    take_steps,
 )
 from tests.support.layouts_deepspeed import zero
 from tests.support.layouts_megatron import PP, SP, TP
 from tests.support.ranks import assert_near, enter_rank, exported, leave_rank, run_ranks
-
-PACKAGES = packages()
 
 FROZEN = "model.embed_tokens,model.layers.0,model.layers.2.self_attn"
 FIRST = {"freeze_module_prefix": FROZEN}
@@ -38,44 +35,31 @@ def layout(name: str, strategy: str, world_size: int, config: dict[str, Any] | N
     return Layout(name, strategy, world_size, config or {}, **{"model_args": FIRST, **options})
 
 
-FAST = [
+slow = partial(layout, slow=True)
+LAYOUTS = [
     layout("shards", "fsdp2_train", 2, model="qwen2_untied", model_args=FIRST | RECOMPUTED, training_args=RATES),
     layout("stage2", "deepspeed_train", 2, zero(2), training_args=RATES),
     layout("stages", "megatron_train", 2, {PP: 2}, model_args=FIRST | RECOMPUTED, training_args=RATES),
+    slow("alone", "fsdp2_train", 1),
+    slow("replica", "fsdp2_train", 2, {"fsdp_size": 1}, training_args=RATES),
+    slow("tensor", "fsdp2_train", 2, {"tensor_parallel_size": 2}),
+    slow("stage0", "deepspeed_train", 2, zero(0)),
+    slow("stage3", "deepspeed_train", 2, zero(3), model="qwen2_untied", training_args=RATES),
+    slow("alone", "megatron_train", 1, model_args=FIRST | RECOMPUTED),
+    slow("tensor", "megatron_train", 2, {TP: 2, **SP}, model="qwen2_untied"),
+    slow("distributed", "megatron_train", 2, {"use_distributed_optimizer": True}, training_args=RATES),
+    slow("experts", "megatron_train", 2, {PP: 2}, model="qwen3_moe", model_args=EXPERTS),
 ]
-SLOW = [
-    layout("alone", "fsdp2_train", 1),
-    layout("replica", "fsdp2_train", 2, {"fsdp_size": 1}, training_args=RATES),
-    layout("tensor", "fsdp2_train", 2, {"tensor_parallel_size": 2}),
-    layout("stage0", "deepspeed_train", 2, zero(0)),
-    layout("stage3", "deepspeed_train", 2, zero(3), model="qwen2_untied", model_args=FIRST, training_args=RATES),
-    layout("alone", "megatron_train", 1, model_args=FIRST | RECOMPUTED),
-    layout("tensor", "megatron_train", 2, {TP: 2, **SP}, model="qwen2_untied"),
-    layout("distributed", "megatron_train", 2, {"use_distributed_optimizer": True}, training_args=RATES),
-    layout("experts", "megatron_train", 2, {PP: 2}, model="qwen3_moe", model_args=EXPERTS),
-]
-LAYOUTS = [*FAST, *(pytest.param(each, marks=pytest.mark.slow, id=each.id) for each in SLOW)]
 
 
 @pytest.fixture(scope="module")
-def figures() -> dict[tuple[str, int, bool], Any]:
-    return {}
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return Measured(LAYOUTS, tmp_path_factory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: getattr(layout, "id", None))
-def test_steps_are_those_of_a_model_with_frozen_parts(layout, figures, tmp_path_factory):
-    package = PACKAGES.get(layout.strategy)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed")
-    chosen = FAST if layout in FAST else SLOW
-    key = (layout.strategy, layout.world_size, chosen is SLOW)
-    if key not in figures:
-        members = [each for each in chosen if (each.strategy, each.world_size) == key[:2]]
-        figures[key] = measure(members, tmp_path_factory.mktemp("frozen"))
-    found = figures[key][layout.id]
-    assert not found.error, found.error
-    for name in MEASURES:
-        assert getattr(found, name) <= FP32_BOUND, f"{name}: {as_row(found)}"
+@pytest.mark.parametrize("layout", cases(LAYOUTS))
+def test_steps_are_those_of_a_model_with_frozen_parts(layout, measured):
+    check(layout, measured.of(layout))
 
 
 ENGINES = {"fsdp2_train": "megatron_train", "megatron_train": "fsdp2_train"}
@@ -84,28 +68,20 @@ ENGINES = {"fsdp2_train": "megatron_train", "megatron_train": "fsdp2_train"}
 
 def _hand_over(rank: int, port: int, model: Path, folder: Path) -> None:
     enter_rank(port)
-
-    def trainer(engine: str) -> Any:
-        found: Any = STRATEGIES.get(engine)(make_context(layout("", engine, 1), model, rank))
-        found.setup()
-        return found
-
     for engine, other in ENGINES.items():
-        first, second = trainer(engine), trainer(other)
-        for step in range(2):
-            first.train_step(make_batch(step), policy_loss)
+        first, second = (started(layout("", each, 1), model, rank) for each in (engine, other))
+        take_steps(first, 0, 1)
         first.save(folder / engine)
         second.load(folder / engine)
         for name, each in ((f"from-{engine}", second), ("expected", first)):
-            each.train_step(make_batch(2), policy_loss)
+            take_steps(each, 2)
             save_file(exported(each), folder / f"{name}.safetensors")
     leave_rank()
 
 
 def test_a_checkpoint_goes_on_in_another_engine(tmp_path):
     """No moments of what is frozen are kept, or missed by who reads them; the model's folder has all weights."""
-    if not PACKAGES["megatron_train"].installed:
-        pytest.skip("megatron-core is not installed")
+    needs("megatron_train")
     model = make_model(tmp_path / "model", "qwen2")
     run_ranks(_hand_over, 1, model, tmp_path)
     saved = load_file(tmp_path / "fsdp2_train" / "actor_train" / "model.safetensors")
@@ -122,17 +98,10 @@ def test_a_checkpoint_goes_on_in_another_engine(tmp_path):
 def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], model: Path, folder: Path) -> None:
     enter_rank(port)
     for dtype in ("fp32", "bf16"):
-
-        def trainer(dtype: str = dtype, **args: Any) -> Any:
-            chosen = Layout("", engine, 1, config, model_args={"dtype": dtype, **args})
-            found: Any = STRATEGIES.get(engine)(make_context(chosen, model, rank))
-            found.setup()
-            return found
-
-        first = trainer()
-        first.train_step(make_batch(0), policy_loss)
+        first = started(layout("", engine, 1, config, model_args={"dtype": dtype}), model, rank)
+        take_steps(first, 0)
         first.save(folder / dtype)
-        second = trainer(**FIRST)
+        second = started(layout("", engine, 1, config, model_args={"dtype": dtype} | FIRST), model, rank)
         second.load(folder / dtype)
         for name, each in (("saved", first), ("loaded", second)):
             save_file(exported(each), folder / f"{name}-{dtype}.safetensors")
@@ -144,8 +113,7 @@ def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], mod
     [("fsdp2_train", {}), ("fsdp2_train", {"checkpoint": "sharded"}), ("deepspeed_train", {}), ("megatron_train", {})],
 )
 def test_what_is_frozen_from_a_checkpoint_on_is_the_checkpoints(engine, config, tmp_path):
-    if engine in PACKAGES and not PACKAGES[engine].installed:
-        pytest.skip(f"{engine} is not installed")
+    needs(engine)
     model = make_model(tmp_path / "model", "qwen2")
     run_ranks(_freeze_later, 1, engine, config, model, tmp_path)
     start = load_file(model / "model.safetensors")["model.embed_tokens.weight"]

@@ -1,27 +1,37 @@
-"""A published folder comes back from the trainers with its names, formats and files; only what was trained differs."""
+"""What a model folder has: read as its publisher means it, in FP8 and MXFP4 too, computed with as Transformers does,
+and saved with its names, formats and files; only what was trained differs."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from roll.configs.engines import packages
-from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.distributed.strategy.training.module_weights import fill
 from roll.distributed.strategy.training.optim import MASTER
-from roll.models.stored import StoredTensor
+from roll.distributed.weights.receiver import WeightUpdate
+from roll.models.loading import load_causal_lm
+from roll.models.stored import LowPrecision, StoredTensor
 from roll.models.tiny import make_tokenizer
+from roll.models.weight_files import WeightFiles
+from roll.rewards.classifiers import RewardModelConfig, load_classifier
 from tests.support.families import tiny_config
-from tests.support.harness import Layout, make_batch, make_context, policy_loss
-from tests.support.known_families import KNOWN, make_known
+from tests.support.harness import ADAPTER, TEMPERATURE, Layout, make_batch, make_model, started, take_steps
+from tests.support.known_families import KNOWN, SCORES, make_known
+from tests.support.pictured import plain_logprobs
+from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks
+from tests.support.sizes import sizes
 
-PACKAGES = packages()
 TOWERS = {f"{family} with pictures": family for family in ("qwen3_5", "qwen3_5_moe", "gemma3")}
 PREDICTORS = dict.fromkeys(["qwen3_next", "qwen3_5", "qwen3_5_moe", *list(TOWERS)[:2]], "mtp.fc.weight") | {
     "deepseek_v3": "model.layers.5.eh_proj.weight",
@@ -30,7 +40,7 @@ PREDICTORS = dict.fromkeys(["qwen3_next", "qwen3_5", "qwen3_5_moe", *list(TOWERS
 EXACT = re.compile(r"^(?!.*(vision|multi_modal)).*(A_log|e_score_correction_bias|norm\.weight$)")
 """What some models of 16 bits have in 32."""
 BESIDE = ("preprocessor_config.json", "chat_template.jinja", "generation_config.json", "LICENSE", "tekken.json")
-TRAINERS: dict[str, dict[str, Any]] = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 2}}}
+TRAINERS = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 2}}}
 CASES = [
     pytest.param(family, trainer, marks=[] if (number + place) % 2 else [pytest.mark.slow])
     for number, family in enumerate([*KNOWN, *TOWERS])
@@ -49,13 +59,17 @@ def publish(folder: Path, family: str) -> Path:
     tensors = {name: one if EXACT.search(name) else one.bfloat16() for name, one in load_file(file).items()}
     more = {PREDICTORS[family]: torch.randn(8, 4)} if family in PREDICTORS else {}
     save_file(tensors | more, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "num_nextn_predict_layers": 1, "publisher_says": family}
-    (folder / "config.json").write_text(json.dumps(config))
+    add_entries(folder, dtype="bfloat16", num_nextn_predict_layers=1, publisher_says=family)
     make_tokenizer().save_pretrained(folder)
     for name in BESIDE:
         (folder / name).write_text(json.dumps({"eos_token_id": [1, 2], "name": name}))
     return folder
+
+
+def add_entries(folder: Path, **entries: Any) -> None:
+    """To its configuration."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | entries))
 
 
 def stored(folder: Path) -> dict[str, tuple[str, bytes]]:
@@ -66,17 +80,13 @@ def stored(folder: Path) -> dict[str, tuple[str, bytes]]:
 
 @pytest.mark.parametrize(("family", "strategy"), CASES)
 def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     folder, saved = publish(tmp_path / "model", family), tmp_path / "saved"
-    layout = Layout("alone", strategy, 1, TRAINERS[strategy], model_args={"dtype": None})
-    trainer: Any = STRATEGIES.get(strategy)(make_context(layout, folder, 0))
-    trainer.setup()
+    trainer = started(Layout("alone", strategy, 1, TRAINERS[strategy], model_args={"dtype": None}), folder)
     weights = trainer.weights
     changed = next(name for name in weights.trained if name.endswith("norm.weight"))
     fill(weights, [changed], MASTER, lambda name: StoredTensor.of(torch.full(weights.shape(name), 1 / 3)))
     if family in TOWERS:
-        trainer.train_step(make_batch(0), policy_loss)
+        take_steps(trainer, 0)
     trainer.save_model(saved)
     before, after = stored(folder), stored(saved)
     assert {name: kind for name, (kind, _) in after.items()} == {name: kind for name, (kind, _) in before.items()}
@@ -94,22 +104,289 @@ def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
 
 @pytest.mark.parametrize("strategy", TRAINERS)
 def test_frozen_parts_in_float32_are_kept_or_refused(tmp_path, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     folder = publish(tmp_path / "model", "llama3")
     options = {"dtype": None, "freeze_module_prefix": "model.layers.0"}
-    trainer: Any = STRATEGIES.get(strategy)(
-        make_context(Layout("alone", strategy, 1, TRAINERS[strategy], model_args=options), folder, 0)
-    )
+    layout = Layout("alone", strategy, 1, TRAINERS[strategy], model_args=options)
     if strategy == "deepspeed_train":
-        with pytest.raises(
-            ValueError, match=r"model\.layers\.0\.\S+: it is in float32 in the model's folder and not trained"
-        ):
-            trainer.setup()
+        words = r"model\.layers\.0\.\S+: it is in float32 in the model's folder and not trained"
+        with pytest.raises(ValueError, match=words):
+            started(layout, folder)
         return
-    trainer.setup()
-    trainer.train_step(make_batch(0), policy_loss)
+    trainer = started(layout, folder)
+    take_steps(trainer, 0)
     trainer.save_model(tmp_path / "saved")
     before, after = stored(folder), stored(tmp_path / "saved")
     changed = [name for name in before if before[name] != after[name]]
     assert changed and not [name for name in changed if ".layers.0." in name]
+
+
+# ---- what is computed with and saved though nothing trains it
+
+SIZES = sizes(61, 32, 48, 2, 4, 4) | {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 60}
+LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+
+
+def random_folder(model: Any, path: Path) -> Path:
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.ndim > 1 or "correction_bias" in name:
+                tensor.normal_(0, 0.3)
+    model.float().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose routers have a bias that no gradient trains, and a layer that predicts further tokens."""
+    torch.manual_seed(0)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
+    more = {"topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    config = transformers.DeepseekV3Config(**SIZES, **experts, **more, **LATENT)
+    folder = random_folder(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("models") / "deepseek")
+    predictor = {"model.layers.2.eh_proj.weight": torch.randn(32, 64)}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | predictor, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model with a vision tower, in the layout in which Qwen publishes them."""
+    torch.manual_seed(0)
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    types = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8}
+    text = {**SIZES, **linear, **types, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
+    eyes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(
+        text_config=text, vision_config={**eyes, "num_position_embeddings": 64}, tie_word_embeddings=True
+    )
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    return random_folder(model, tmp_path_factory.mktemp("models") / "qwen3_5")
+
+
+def make_trainer(folder: Path, strategy: str = "fsdp2_train", rank: int = 0, **options: Any) -> Any:
+    return started(Layout("alone", strategy, **{"world_size": 1} | options), folder, rank)
+
+
+def differ(found: Tensor, folder: Path) -> float:
+    """How far log-probabilities are from those by Transformers' own loading and forward pass."""
+    model, batch = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), make_batch(0)
+    return float((found - plain_logprobs(model, batch, TEMPERATURE))[batch.loss_mask_T].abs().max())
+
+
+def scores(trainer: Any) -> Tensor:
+    found = trainer.logprobs(make_batch(0)).logprobs_T
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        *((strategy, kind) for strategy in ("fsdp2_train", "deepspeed_train") for kind in ("balanced", "published")),
+        ("megatron_train", "balanced"),
+    ],
+)
+def test_all_of_a_folder_is_computed_with_and_saved_again(request, tmp_path, strategy, kind):
+    folder = request.getfixturevalue(kind)
+    trainer = make_trainer(folder, strategy)
+    assert differ(scores(trainer), folder) < 1e-4
+    trainer.save_model(tmp_path / "same")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "same"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    settings = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "same")]
+    assert len({(one["model_type"], *one["architectures"]) for one in settings}) == 1
+    receiver = load_causal_lm(str(folder))
+    weights = exported(trainer)
+    assert WeightUpdate(receiver, weights).parts and not any("visual" in name or "eh_proj" in name for name in weights)
+    take_steps(trainer, 0)
+    trainer.save(tmp_path / "checkpoint")
+    trained = scores(trainer)
+    assert differ(trained, tmp_path / "checkpoint" / "actor_train") < 1e-4
+    take_steps(trainer, 1)
+    trainer.load(tmp_path / "checkpoint")
+    assert torch.equal(scores(trainer), trained)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "published"])
+def test_an_export_from_the_optimizers_weights_has_all_of_the_folder(request, tmp_path, kind):
+    folder = request.getfixturevalue(kind)
+    trainer = make_trainer(folder, model_args={"dtype": "bf16"}, strategy_config={"param_dtype": "fp32"})
+    take_steps(trainer, 0)
+    trainer.save(tmp_path)
+    made = export_folder(
+        Export(tmp_path / "actor_train", tmp_path / "resume" / "actor_train", torch.float32), tmp_path / "out"
+    )
+    assert made.num_tensors == len(load_file(folder / "model.safetensors"))
+    assert differ(scores(trainer), tmp_path / "out") < 1e-4
+
+
+def test_an_adapter_is_merged_into_all_of_the_folder(published, tmp_path):
+    trainer = make_trainer(published, lora=ADAPTER)
+    take_steps(trainer, 0, 1)
+    trainer.save_model(tmp_path / "adapter")
+    made = export_folder(Export(tmp_path / "adapter", merge=True), tmp_path / "out")
+    assert made.num_tensors == len(load_file(published / "model.safetensors"))
+    assert differ(scores(trainer), tmp_path / "out") < 1e-4
+
+
+def sharded_main(rank: int, port: int, folder: Path, out: Path) -> None:
+    enter_rank(port)
+    trainer = make_trainer(folder, rank=rank, world_size=2, strategy_config={"checkpoint": "sharded"})
+    take_steps(trainer, 0)
+    trainer.save(out)
+    found = scores(trainer)
+    if rank == 0:
+        save_file({"scores": found}, out / "scores.safetensors")
+    leave_rank()
+
+
+@pytest.mark.slow  # two processes that import all over again
+def test_shards_of_two_ranks_become_all_of_the_folder(balanced, tmp_path):
+    run_ranks(sharded_main, 2, balanced, tmp_path)
+    made = export_folder(Export(tmp_path / "actor_train", tmp_path / "resume" / "actor_train"), tmp_path / "out")
+    assert made.num_tensors == len(load_file(balanced / "model.safetensors"))
+    assert differ(load_file(tmp_path / "scores.safetensors")["scores"], tmp_path / "out") < 1e-4
+
+
+def test_shards_of_a_model_with_other_parts_are_refused(published):
+    with pytest.raises(ValueError, match=r"checkpoint: got sharded, expected whole: .* \(qwen3_5\) has more than"):
+        make_trainer(published, strategy_config={"checkpoint": "sharded"})
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train", "hf_infer"])
+@pytest.mark.parametrize("change", ["tied", "layer", "head"])
+def test_every_engine_reads_a_folder_alike(tmp_path, strategy, change):
+    folder = make_model(tmp_path / "model", "qwen2")
+    tensors, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    more = {"tied": "lm_head.weight", "layer": "model.layers.4.input_layernorm.weight", "head": "v_head.weight"}[change]
+    tensors[more] = torch.ones_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    def load() -> Any:
+        return load_causal_lm(str(folder)) if strategy == "hf_infer" else make_trainer(folder, strategy)
+
+    if refused := {"tied": r"lm_head\.weight differs", "layer": r"lost: model\.layers\.4"}.get(change):
+        with pytest.raises(ValueError, match=refused):
+            load()
+        return
+    found = load()
+    if strategy != "hf_infer":
+        found.save_model(tmp_path / "saved")
+        assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")[more], tensors[more])
+
+
+def test_a_tower_survives_the_end_of_the_folder_that_it_came_from(published, tmp_path):
+    folder = shutil.copytree(published, tmp_path / "model")
+    trainer = make_trainer(folder)
+    (folder / "model.safetensors").unlink()
+    trainer.save_model(tmp_path / "saved")
+    names = [load_file(path / "model.safetensors").keys() for path in (tmp_path / "saved", published)]
+    assert names[0] == names[1]
+
+
+# ---- numbers of few bits
+
+BLOCK = 24
+"""Divides hardly any side of the tiny models, as 128 divides not all of DeepSeek-V3's."""
+FP8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+ENDS = [5, 7, 95]
+"""What ends a completion; ``config.json`` names the last alone."""
+
+
+def in_fp8(whole: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = (-(-size // BLOCK) for size in whole.shape)
+    scales = torch.empty(rows, columns)
+    values = torch.empty_like(whole)
+    for i in range(rows):
+        for j in range(columns):
+            area = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scales[i, j] = whole[area].abs().max() / 448
+            values[area] = whole[area] / scales[i, j]
+    return values.to(torch.float8_e4m3fn), scales
+
+
+def from_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    row_of, column_of = (torch.arange(size) // BLOCK for size in values.shape)
+    return values.double() * scales.double()[row_of][:, column_of]
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Sign, two bits of exponent with bias 1, one of mantissa; the group's power of two has bias 127."""
+    halves = torch.stack([blocks % 16, blocks // 16], -1).flatten(-2).double()
+    sign, exponent, mantissa = 1 - 2 * (halves // 8), halves % 8 // 2, halves % 2
+    value = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2 ** (exponent - 1))
+    return (sign * value * 2.0 ** (scales.double() - 127)[..., None]).flatten(-2).transpose(1, 2)
+
+
+def publish_in_few_bits(folder: Path, family: str) -> dict[str, Tensor]:
+    """A tiny model in its publisher's format; returns what its bits stand for, in float64."""
+    make_known(folder, family, 96, **({"hidden_size": 64, "intermediate_size": 32} if family == "gpt_oss" else {}))
+    tensors = load_file(folder / "model.safetensors")
+    if family == "deepseek_v3":
+        tensors[PREDICTORS[family]] = torch.randn(40, 50)
+    stored = {}
+    meant = {}
+    for name, whole in tensors.items():
+        if family == "deepseek_v3" and ("_proj" in name):
+            stored[name], stored[f"{name}_scale_inv"] = in_fp8(whole)
+            meant[name] = from_fp8(stored[name], stored[f"{name}_scale_inv"])
+        elif family == "gpt_oss" and name.endswith("experts.gate_up_proj"):
+            shape = (whole.shape[0], whole.shape[2], whole.shape[1] // 32)
+            blocks = stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            scales = stored[f"{name}_scales"] = torch.randint(117, 125, shape, dtype=torch.uint8)
+            meant[name] = from_mxfp4(blocks, scales)
+            assert torch.equal(convert_moe_packed_tensors(blocks, scales).double(), meant[name])
+        else:
+            stored[name] = whole if "correction_bias" in name else whole.bfloat16()
+            meant[name] = stored[name].double()
+    save_file({name: one.contiguous() for name, one in stored.items()}, folder / "model.safetensors", {"format": "pt"})
+    method = {"quant_method": "mxfp4"} if family == "gpt_oss" else FP8 | {"activation_scheme": "dynamic"}
+    add_entries(folder, dtype="bfloat16", quantization_config=method, num_nextn_predict_layers=1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
+    return meant
+
+
+def check(found: dict[str, Tensor], meant: dict[str, Tensor], *, exactly: bool) -> None:
+    """To the bit in MXFP4, whose values have few bits; within half a unit of bf16's last place in FP8."""
+    assert found.keys() == meant.keys()
+    assert not [name for name, one in found.items() if one.dtype != torch.bfloat16 and "correction_bias" not in name]
+    for name, one in found.items():
+        gap = (one.double() - meant[name]).abs()
+        assert bool((gap <= (0 if exactly else meant[name].abs() * 2**-8 * (1 + 1e-6))).all()), name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_bits_are_read_as_they_are_meant_and_saved_as_plain_weights(tmp_path, family, caplog):
+    caplog.set_level("INFO")
+    meant = publish_in_few_bits(tmp_path / "model", family)
+    files = WeightFiles(str(tmp_path / "model"))
+    read = {name: files.read(name) for name in files.names}
+    check(read, meant, exactly=family == "gpt_oss")
+    trainer = started(Layout("alone", "fsdp2_train", 1, model_args={"dtype": None}), tmp_path / "model")
+    assert caplog.text.count("are read as bf16; models that are saved have them so, without quantization_config") == 1
+    trainer.save_model(tmp_path / "saved")
+    export_folder(Export(tmp_path / "model"), tmp_path / "exported")
+    for folder in (tmp_path / "saved", tmp_path / "exported"):
+        saved = load_file(folder / "model.safetensors")
+        assert saved.keys() == read.keys() and all(torch.equal(saved[name], read[name]) for name in read)
+        assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    model, plain = load_causal_lm(str(tmp_path / "model")), load_causal_lm(str(tmp_path / "saved"))
+    assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())
+    assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id == ENDS
+    take_steps(trainer, 0)
+
+
+def test_a_reward_model_is_read_as_its_bits_are_meant(tmp_path):
+    whole = load_file(make_known(tmp_path, f"llama3{SCORES}", 96) / "model.safetensors")
+    packed = {name: in_fp8(one) for name, one in whole.items() if "_proj" in name}
+    scales = {f"{name}_scale_inv": parts[1] for name, parts in packed.items()}
+    values = {name: parts[0].contiguous() for name, parts in packed.items()}
+    save_file(whole | values | scales, tmp_path / "model.safetensors", {"format": "pt"})
+    add_entries(tmp_path, dtype="bfloat16", quantization_config=FP8)
+    found = load_classifier(RewardModelConfig(model_path=str(tmp_path))).state_dict()
+    check({name: found[name] for name in packed}, {n: from_fp8(*parts) for n, parts in packed.items()}, exactly=False)
+
+
+def test_scales_of_other_blocks_are_refused():
+    with pytest.raises(ValueError, match=r"w: got shape \(4, 6\) with scales .*\(3, 2\), expected .* per \(4, 4\)"):
+        LowPrecision("fp8", (4, 4)).stored("w", torch.zeros(4, 6).to(torch.float8_e4m3fn), torch.ones(3, 2))

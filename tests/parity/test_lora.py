@@ -1,46 +1,51 @@
-"""LoRA beside what the matrix shows: scores without the adapter, base weights, checkpoints, folders that peft reads."""
+"""LoRA beside what the matrix shows: scores without the adapter, base weights, checkpoints, folders that peft reads; on
+other kinds of models it is trained, kept and merged as peft itself would, or refused with the reason."""
 
-from collections.abc import Iterator
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from roll.configs.engines import packages
-from roll.distributed.strategy import STRATEGIES
-from roll.models.adapter_files import ADAPTER_FILE
-from roll.models.loading import load_causal_lm
-from roll.models.lora import LoraSpec, adapted_names, adapter_dropout, inject_adapter
+from roll.distributed.strategy.training.merging import Export, export_folder
+from roll.distributed.weights.adapters import MergedAdapter
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, unusual_entry
+from roll.models.loading import load_causal_lm, outline
+from roll.models.lora import (
+    LoraSpec,
+    UnknownLayerError,
+    adapted_layers,
+    adapted_names,
+    adapter_dropout,
+    inject_adapter,
+    left_out,
+)
 from tests.support.choice import slow_but
 from tests.support.harness import (
     ADAPTER,
+    TEMPERATURE,
     Expected,
     Layout,
     adapter_weights,
     make_batch,
-    make_context,
     make_model,
+    needs,
     oracle,
-    policy_loss,
+    started,
+    take_steps,
 )
 from tests.support.layouts_megatron import PP, SP, TP
-from tests.support.ranks import (
-    assert_near,
-    enter_rank,
-    exported,
-    exported_adapter,
-    leave_rank,
-    run_ranks,
-    wanted,
-)
+from tests.support.pictured import plain_logprobs
+from tests.support.ranks import assert_near, enter_rank, exported, exported_adapter, leave_rank, run_ranks, wanted
 
-PACKAGES = packages()
-
-pytest.importorskip("peft", reason="peft is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
 
 
 def layout(name: str, strategy: str, world_size: int, config: dict[str, Any] | None = None, **options: Any) -> Layout:
@@ -63,23 +68,18 @@ FIRST, LAST = range(2), range(2, 3)
 
 
 def make_trainer(layout: Layout, model: Path, rank: int = 0, spec: LoraSpec | None = ADAPTER) -> Any:
-    trainer: Any = STRATEGIES.get(layout.strategy)(make_context(replace(layout, lora=spec), model, rank))
-    trainer.setup()
-    return trainer
+    return started(replace(layout, lora=spec), model, rank)
 
 
 def train(trainer: Any, steps: range) -> dict[str, Tensor]:
     """The adapter after these steps."""
-    info = trainer.info
-    for step in steps:
-        batch = make_batch(step)
-        trainer.train_step(batch.select(batch.split(info.dp_size)[info.dp_rank]), policy_loss)
+    take_steps(trainer, *steps)
     return exported_adapter(trainer)
 
 
 def scores(trainer: Any, adapter: bool) -> Tensor:
     """Of the whole batch, whatever the rank's share is."""
-    found: Tensor = trainer.logprobs(make_batch(0), adapter=adapter).logprobs_T
+    found = trainer.logprobs(make_batch(0), adapter=adapter).logprobs_T
     return found
 
 
@@ -116,17 +116,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     path, names = tmp_path_factory.mktemp("runs"), wanted(request, "name")
     run(ALONE, model, path, 0)
-    for package, layouts in (("fsdp2_train", FSDP2), ("megatron_train", MEGATRON)):
-        if package not in PACKAGES or PACKAGES[package].installed:
+    for layouts in (FSDP2, MEGATRON):
+        if layouts is FSDP2 or packages()["megatron_train"].installed:
             run_ranks(rank_main, 2, [each for each in layouts if each.name in names], model, path)
     return path
 
 
 @pytest.fixture(params=NAMES)
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param in [each.name for each in MEGATRON] and not PACKAGES["megatron_train"].installed:
-        pytest.skip("megatron-core is not installed")
-    yield request.param
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param in [each.name for each in MEGATRON]:
+        needs("megatron_train")
+    return request.param
 
 
 @pytest.fixture
@@ -169,19 +169,15 @@ def test_checkpoint_of_fsdp2_continues_in_megatron(folder, expected, name):
 
 
 def test_checkpoints_are_folders_that_peft_loads(folder, model, name):
-    from peft import PeftModel
-
     checkpoint = folder / f"{name}-checkpoint"
     assert not [f for f in checkpoint.rglob("*") if f.suffix in (".pt", ".bin", ".metadata", ".distcp")]
     adapter = checkpoint / "actor_train"
     if name == "shards":
         assert not adapter.exists(), "whole tensors are not written then"
         return
-    assert {file.name for file in adapter.iterdir() if "token" not in file.name} == {
-        ADAPTER_FILE,
-        "adapter_config.json",
-    }
-    loaded = PeftModel.from_pretrained(load_causal_lm(str(model)), adapter)
+    files = {file.name for file in adapter.iterdir() if "token" not in file.name}
+    assert files == {ADAPTER_FILE, "adapter_config.json"}
+    loaded = peft.PeftModel.from_pretrained(load_causal_lm(str(model)), adapter)
     assert_near(adapter_weights(loaded), load_file(adapter / ADAPTER_FILE), 0.0)
     assert set(load_file(adapter / ADAPTER_FILE)) == set(part(folder, "alone", "end"))
 
@@ -199,8 +195,6 @@ def test_all_linear_means_all_but_the_output_layer_and_what_is_excluded(model):
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
 def test_training_starts_from_an_adapter_that_is_there(model, tmp_path, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     first = make_trainer(ALONE, model)
     trained = train(first, FIRST)
     first.save_model(tmp_path)
@@ -211,13 +205,10 @@ def test_training_starts_from_an_adapter_that_is_there(model, tmp_path, strategy
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
 def test_an_adapter_of_more_layers_is_no_start(model, tmp_path, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     make_trainer(ALONE, model).save_model(tmp_path)
-    narrower = replace(ADAPTER, targets=ADAPTER.targets[:-1], start=str(tmp_path))
-    with pytest.raises(
-        ValueError, match=rf"got \S+{ADAPTER.targets[-1]}\.lora_A\.weight, expected only the layers of lora_target"
-    ):
+    *fewer, last = ADAPTER.targets
+    narrower = replace(ADAPTER, targets=tuple(fewer), start=str(tmp_path))
+    with pytest.raises(ValueError, match=rf"got \S+{last}\.lora_A\.weight, expected only the layers of lora_target"):
         make_trainer(replace(ALONE, strategy=strategy), model, spec=narrower)
 
 
@@ -241,8 +232,6 @@ def test_unknown_target_is_refused_with_the_nearest_names(model):
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
 def test_what_has_no_adapter_says_so(model, strategy):
-    if strategy in PACKAGES and not PACKAGES[strategy].installed:
-        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
     trainer = make_trainer(replace(ALONE, strategy=strategy), model, spec=None)
     with pytest.raises(ValueError, match="no LoRA adapter to export"):
         trainer.export_adapter(1000)
@@ -255,7 +244,6 @@ def test_layers_that_are_split_are_refused(model):
         make_trainer(replace(ALONE, strategy_config={"tensor_parallel_size": 2}), model)
 
 
-@pytest.mark.skipif(not PACKAGES["megatron_train"].installed, reason="megatron-core is not installed")
 def test_megatron_refuses_dropout_of_an_adapter(model):
     spec = replace(ADAPTER, dropout=0.1)
     with pytest.raises(ValueError, match=r"actor_train\.model_args\.lora_dropout: got 0\.1, expected 0"):
@@ -269,3 +257,148 @@ def test_missing_peft_names_the_extra(model, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "peft" else find(name, *args))
     with pytest.raises(ImportError, match=r"'peft' is not installed.*roll-rl\[lora\]"):
         make_trainer(ALONE, model)
+
+
+# ---- other kinds of models
+
+SPEC = LoraSpec(4, 8, ("all-linear",))
+SHAPE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENDS = {"bos_token_id": 1, "eos_token_id": 60, "pad_token_id": 0}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+FAMILIES = {
+    "GPT2": ({"n_positions": 64}, {"c_attn", "c_proj", "c_fc"}),
+    "GPTNeoX": ({"intermediate_size": 48}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
+    "Qwen2Moe": (
+        {"intermediate_size": 48, "num_key_value_heads": 2, "num_experts": 4, "shared_expert_intermediate_size": 16}
+        | MIXTURE,
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate"},
+    ),
+    "DeepseekV3": (
+        {"intermediate_size": 48, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        | LATENT
+        | MIXTURE,
+        {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+    ),
+    "Phimoe": (
+        {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4},
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+    ),
+    "Mamba": ({"state_size": 8}, {"in_proj", "x_proj", "dt_proj"}),
+}
+
+
+def config_of(kind: str) -> Any:
+    return getattr(transformers, f"{kind}Config")(**SHAPE, **ENDS, **FAMILIES[kind][0])
+
+
+def make_folder(kind: str, path: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(kind)).float()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found = model(make_batch(0).tokens_T[None, :12]).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path, kind):
+    folder = make_folder(kind, tmp_path / "model")
+    trainer = started(Layout("one", "fsdp2_train", 1, lora=SPEC), folder)
+    take_steps(trainer, 0, 1, 2)
+    trainer.save_model(tmp_path / "adapter")
+    matrices = load_file(tmp_path / "adapter" / ADAPTER_FILE)
+    assert adapted_names(matrices) == FAMILIES[kind][1]
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    batch = make_batch(0)
+    found = trainer.logprobs(batch).logprobs_T * batch.loss_mask_T
+    torch.testing.assert_close(found, plain_logprobs(adapted, batch, TEMPERATURE), rtol=0, atol=2e-5)
+
+    merged = adapted.merge_and_unload()
+    export_folder(Export(tmp_path / "adapter", merge=True), tmp_path / "out")
+    exported, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    torch.testing.assert_close(logits(exported), logits(merged), rtol=0, atol=2e-5)
+    generator = load_causal_lm(str(folder))
+    MergedAdapter(generator, SPEC).apply(matrices)
+    torch.testing.assert_close(logits(generator), logits(merged), rtol=0, atol=2e-5)
+    assert (logits(merged) - logits(load_causal_lm(str(folder)))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "reason"),
+    [
+        ("DeepseekV3", "down_proj", "means the routed experts in peft, which no engine here adapts"),
+        ("Mamba", "out_proj", "is a layer whose weights Mamba's kernels read by themselves"),
+        ("Phimoe", "router", "matches no linear layer"),
+        ("GPT2", "q_proj", "matches no linear layer of GPT2LMHeadModel, expected all-linear or some of c_attn"),
+    ],
+)
+def test_a_layer_that_cannot_be_adapted_is_named(kind, target, reason):
+    with pytest.raises(UnknownLayerError, match=f"'{target}' {reason}"):
+        adapted_layers(outline("lm", config_of(kind)), (target,))
+
+
+def test_what_all_linear_or_named_targets_leave_out_is_counted():
+    found = left_out(outline("lm", config_of("DeepseekV3")), ("all-linear",))
+    assert "mlp.experts.gate_up_proj (1 tensors, 4,096 parameters)" in found
+    assert "mlp.experts.down_proj (1 tensors, 2,048 parameters)" in found
+    assert "mlp.down_proj.weight (1 tensors, 1,536 parameters)" in found
+    assert left_out(outline("lm", config_of("GPT2")), ("all-linear",)) == ""
+    config = transformers.Qwen3_5TextConfig(**SHAPE, layer_types=["linear_attention", "full_attention"])
+    assert "q_proj is in 1 of 2 layers" in left_out(outline("lm", config), ("q_proj", "down_proj"))
+    mixture = left_out(outline("lm", config_of("Qwen2Moe")), ("q_proj",))
+    assert mixture == (
+        "mlp.experts.down_proj (2 tensors, 4,096 parameters); mlp.experts.gate_up_proj (2 tensors, 8,192 parameters)"
+    )
+
+
+def saved(path: Path, **options: Any) -> dict[str, Any]:
+    """Configuration of an adapter as peft saves it."""
+    peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options).save_pretrained(str(path))
+    found = json.loads((path / ADAPTER_CONFIG).read_text())
+    return found
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
+def test_an_adapter_that_left_its_base_alone_is_usual(tmp_path, init):
+    assert unusual_entry(saved(tmp_path, init_lora_weights=init)) is None
+    assert unusual_entry(saved(tmp_path, layers_to_transform=[0], fan_in_fan_out=True)) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"init_lora_weights": init} for init in ("pissa", "pissa_niter_4", "olora", "mica", "Olora")),
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"lora_bias": True, "bias": "none"},
+        {"bias": "lora_only"},
+        {"rank_pattern": {"q_proj": 2}},
+        {"alora_invocation_tokens": [1, 2]},
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"trainable_token_indices": [3]},
+        {"layer_replication": [(0, 2)]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+)
+def test_an_adapter_that_is_more_than_two_matrices_is_named(tmp_path, options):
+    key, *_ = options
+    assert f"{key} is " in (unusual_entry(saved(tmp_path, **options)) or "")
+
+
+def test_what_a_later_peft_adds_is_not_trusted():
+    assert unusual_entry({"peft_type": "LORA", "r": 4, "some_new_kind": {"a": 1}}) == "some_new_kind is {'a': 1}"
+    assert unusual_entry({"peft_type": "ADALORA", "r": 4}) == "peft_type is 'ADALORA'"
+    assert unusual_entry({"peft_type": "LORA", "r": 4, "some_new_kind": None}) is None

@@ -1,53 +1,83 @@
-"""Every trainer and layout takes the same steps as plain Hugging Face in float64."""
+"""Every trainer and layout takes the same steps as plain Hugging Face in float64; ranks that save fit together, too."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from roll.configs.engines import packages
-from tests.support.harness import MEASURES, Figures, Layout, as_row, measure, record
+from tests.support.collectives import compare, counts, read, recording
+from tests.support.harness import (
+    TASKS,
+    Layout,
+    Measured,
+    as_row,
+    cases,
+    check,
+    make_model,
+    needs,
+    record,
+    share,
+    started,
+)
 from tests.support.layouts_deepspeed import LAYOUTS as DEEPSPEED
 from tests.support.layouts_fsdp2 import LAYOUTS as FSDP2
 from tests.support.layouts_megatron import LAYOUTS as MEGATRON
-
-PACKAGES = packages()
+from tests.support.ranks import enter_rank, run_ranks
 
 LAYOUTS = [*FSDP2, *DEEPSPEED, *MEGATRON]
 
 
-def group(layout: Layout) -> tuple[str, int, bool]:
-    """Layouts that share their processes: engines keep state outside their objects."""
-    return layout.strategy, layout.world_size, layout.slow
-
-
-CASES = [
-    pytest.param(layout, id=layout.id, marks=[pytest.mark.slow] if layout.slow else [])
-    for layout in sorted(LAYOUTS, key=group)
-]
-
-
 @pytest.fixture(scope="session")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bool], dict[str, Figures]]:
-    return {}
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return Measured(LAYOUTS, tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.mark.parametrize("layout", CASES)
-def test_parity(layout, figures, models, tmp_path_factory):
-    package = PACKAGES.get(layout.strategy)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
-    key = group(layout)
-    if key not in figures:
-        members = [other for other in LAYOUTS if group(other) == key]
-        figures[key] = measure(members, tmp_path_factory.mktemp("parity"), models_in=models)
-    found = figures[key][layout.id]
+@pytest.mark.parametrize("layout", cases(LAYOUTS))
+def test_parity(layout, measured):
+    found = measured.of(layout)
     assert not found.error, found.error
     record("layout", asdict(layout) | as_row(found))
-    for name in MEASURES:
-        assert getattr(found, name) <= layout.bound(name), f"{name}: {as_row(found)}"
+    check(layout, found)
+
+
+SAVED = {
+    "fsdp2_train": ("hsdp2x2", "shard2-tp2"),
+    "deepspeed_train": ("zero1-ranks4", "zero3-ranks4-ulysses2"),
+    "megatron_train": ("dp2-tp2-sp", "tp2-sp-ep2", "tp2-sp-pp2-lora"),
+}
+
+
+def save_and_load(rank: int, port: int, layouts: list[Layout], folder: Path) -> None:
+    enter_rank(port)
+    with recording(folder / f"entered-{rank}.jsonl") as recorder:
+        for layout in layouts:
+            trainer = started(layout, folder / layout.model, rank)
+            task, out = TASKS[layout.task], folder / layout.id
+            batch = share(trainer, task.batch(0))
+            recorder.part = layout.id
+            trainer.train_step(batch, task.loss)
+            trainer.save(out / "first")
+            saving = trainer.start_save(out / "second")
+            trainer.train_step(batch, task.loss)
+            saving.result()
+            trainer.save_model(out / "model")
+            dist.barrier()  # all files are there
+            trainer.load(out / "first")
+            trainer.train_step(batch, task.loss)
+        dist.barrier()
+        os._exit(0)
+
+
+@pytest.mark.slow  # four processes each
+@pytest.mark.parametrize("strategy", SAVED)
+def test_ranks_that_save_and_load_enter_the_same_collectives(tmp_path, strategy):
+    needs(strategy)
+    layouts = [each for each in LAYOUTS if each.strategy == strategy and each.name in SAVED[strategy]]
+    for kind in {layout.model for layout in layouts}:
+        make_model(tmp_path / kind, kind)
+    run_ranks(save_and_load, 4, layouts, tmp_path)
+    records = {rank: read(tmp_path / f"entered-{rank}.jsonl") for rank in range(4)}
+    assert [problem.text for problem in compare(records)] == []
+    assert all(counts(records)[layout.id]["messages"] for layout in layouts)

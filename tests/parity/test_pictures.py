@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,25 +36,26 @@ from roll.models.loading import load_causal_lm
 from roll.models.lora import PREFIX, matrix_shapes
 from roll.models.pictures import FAMILIES, VIDEO_FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
+from tests.parity.test_families import BOUNDS, FOUR, TP_SP, TRAINERS
 from tests.support.contract import OPTIONS, buckets_of, burst, context_of, needs_seeing, weights_of
 from tests.support.harness import (
     ALL_ADAPTED,
-    MEASURES,
     TEMPERATURE,
     Figures,
     Layout,
     as_row,
+    check,
     make_context,
     measure,
     measure_here,
     policy_loss,
     record,
+    started,
 )
 from tests.support.picture_models import make_picture_model, make_processor
 from tests.support.pictured import make_pictured, make_rows, picture, plain_logprobs, unmodified, video
 from tests.support.ranks import exported
 
-FOUR: dict[str, Any] = {"per_device_train_batch_size": 4}
 BY_TOKENS = {
     f"{key}_{where}": value
     for where in ("train", "infer")
@@ -63,31 +65,23 @@ BY_TOKENS = {
         "max_pixels_per_microbatch_in": 6000,  # two of some pictures
     }.items()
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+CUT = {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}}
+PACKED = {"worker": {"use_sequence_packing": True}, "training_args": FOUR}
+VARIANTS = {
     "whole": {},
-    "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
-    "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
-    "shared": {
-        "task": "pictured-groups",
-        "training_args": FOUR,
-        "worker": {"max_pixels_per_microbatch_in_train": 4000},
-    },
+    "cut": CUT,
+    "packed": PACKED,
+    "shared": {"task": "pictured-groups", "training_args": FOUR}
+    | {"worker": {"max_pixels_per_microbatch_in_train": 4000}},
     "lora": {"lora": ALL_ADAPTED},
     "routed": {"task": "routed-pictured"},
-    "filmed": {"task": "filmed", "worker": {"use_sequence_packing": True}, "training_args": FOUR},
-    "filmed-cut": {"task": "filmed", "worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
+    "filmed": {"task": "filmed", **PACKED},
+    "filmed-cut": {"task": "filmed", **CUT},
     "filmed-lora": {"task": "filmed", "lora": ALL_ADAPTED},
 }
 """As in ``test_families``; an adapter leaves the tower alone."""
-TRAINERS: dict[str, dict[str, Any]] = {
-    "fsdp2_train": {},
-    "deepspeed_train": {"zero_optimization": {"stage": 2}},
-    "megatron_train": {},
-}
 WIDER = {"qwen3_5": 10, "glm4v": 2}
 """A state gathers the rounding of all tokens; GLM's layers have twice as many norms."""
-BOUNDS = {"logprobs": 1e-4, "loss": 5e-6, "grad_norm": 5e-5, "weights": 5e-5, "saved": 5e-5, "neighbour": 1e-5}
-"""As in ``test_families``."""
 ROWS = [
     (family, trainer, variant)
     for family in FAMILIES
@@ -99,9 +93,11 @@ ROWS = [
 ]
 SEEDS = {"glm4v": 3}
 """Of models that rounding changes less than others of their family."""
-CHOICE = {("qwen2_5_vl", "deepspeed_train", "cut"), ("qwen3_vl", "fsdp2_train", "shared")}
-CHOICE |= {("qwen3_5", "fsdp2_train", "packed"), ("qwen3_vl_moe", "fsdp2_train", "routed")}
-CHOICE |= {
+CHOICE = {
+    ("qwen2_5_vl", "deepspeed_train", "cut"),
+    ("qwen3_vl", "fsdp2_train", "shared"),
+    ("qwen3_5", "fsdp2_train", "packed"),
+    ("qwen3_vl_moe", "fsdp2_train", "routed"),
     ("qwen3_vl", "fsdp2_train", "filmed"),
     ("llava", "deepspeed_train", "whole"),
     ("glm4v", "deepspeed_train", "lora"),
@@ -116,6 +112,11 @@ def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
     options["task"] = f"{options['task']} {family}"
     common = {"name": f"{family}-{variant}", "world_size": 1, "strategy_config": TRAINERS[trainer], "model": family}
     return Layout(strategy=trainer, **common | options | changed)
+
+
+RECOMPUTED = {"disable_gradient_checkpointing": False}
+two = partial(row, world_size=2, saved=False)
+"""A row of two processes."""
 
 
 def make_model(path: Path, family: str, **changed: Any) -> Path:
@@ -145,10 +146,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pictures")
 
 
-def check(layout: Layout, figures: Any) -> None:
-    assert not figures.error, figures.error
-    for name in (*MEASURES, *(["saved"] if layout.saved else [])):
-        assert getattr(figures, name) <= layout.bound(name), f"{name}: {as_row(figures)}"
+def folder_of(models: Path, family: str) -> Path:
+    return models / family if (models / family).exists() else make_model(models / family, family)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,7 @@ def check(layout: Layout, figures: Any) -> None:
 )
 def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, variant):
     layout = row(family, trainer, variant)
-    if not (models / family).exists():
-        make_model(models / family, family)
+    folder_of(models, family)
     figures = measure_here(layout, models, tmp_path)
     if not variant.startswith("filmed"):  # docs/pictures.md has these
         record("family", {"family": f"{family} pictures", "engine": trainer, "variant": variant} | as_row(figures))
@@ -169,22 +167,17 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, varia
 @pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train"])
 def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
     """Every rank enters as many collectives of the tower's layers, whatever its micro-batches show."""
-    two: dict[str, Any] = {"world_size": 2, "saved": False}
-    recomputed = {"model_args": {"disable_gradient_checkpointing": False}}
-    frozen = {"model_args": {"freeze_module_prefix": "model.visual"}}
-    third = {"strategy_config": {"zero_optimization": {"stage": 3}} if trainer == "deepspeed_train" else {}}
-    copies = {"strategy_config": {} if trainer == "deepspeed_train" else {"fsdp_size": 1}}
+    third, copies = (
+        ({"zero_optimization": {"stage": 3}}, {}) if trainer == "deepspeed_train" else ({}, {"fsdp_size": 1})
+    )
     layouts = [
-        row("qwen3_vl", trainer, "cut", name="cut", **two, **third),
-        row("qwen3_vl", trainer, "packed", name="recomputed", **two, **third, **recomputed),
-        row("qwen3_vl", trainer, "shared", name="shared", **two, **third),
-        row("qwen3_vl", trainer, "whole", name="frozen", **two, **third, **frozen),
-        row("qwen3_vl", trainer, "whole", name="copies", **two, **copies),
+        two("qwen3_vl", trainer, "cut", strategy_config=third),
+        two("qwen3_vl", trainer, "packed", strategy_config=third, model_args=RECOMPUTED),
+        two("qwen3_vl", trainer, "shared", strategy_config=third),
+        two("qwen3_vl", trainer, "whole", strategy_config=third, model_args={"freeze_module_prefix": "model.visual"}),
+        two("qwen3_vl", trainer, "whole", name="copies", strategy_config=copies),
     ]
-    make_model(tmp_path / "qwen3_vl", "qwen3_vl")
-    measured = measure(layouts, tmp_path)
-    for layout in layouts:
-        check(layout, measured[layout.id])
+    of_ranks(layouts, tmp_path)
 
 
 @pytest.mark.slow  # two processes
@@ -192,24 +185,18 @@ def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
 def test_a_rank_without_a_picture_meets_one_with_pictures(tmp_path, trainer):
     """Of every family: one row at a time, and some of text beside some with pictures."""
     batch = make_pictured(0)
-    assert batch.items_I is not None
     dealt = [[bool(batch.items_I[row]) for row in part.tolist()] for part in batch.split(2)]
     assert any(one != other for one, other in zip(*dealt, strict=False))
-    third = {"strategy_config": {"zero_optimization": {"stage": 3}}} if trainer == "deepspeed_train" else {}
-    alone: dict[str, Any] = {"world_size": 2, "saved": False, "training_args": {"per_device_train_batch_size": 1}}
-    layouts = [
-        row(family, trainer, "whole", name=family, **alone, **third) for family in FAMILIES if family != "qwen3_vl"
-    ]
-    of_ranks(layouts, tmp_path)
+    third = {"zero_optimization": {"stage": 3}} if trainer == "deepspeed_train" else {}
+    alone = {"strategy_config": third, "training_args": {"per_device_train_batch_size": 1}}
+    of_ranks([two(family, trainer, "whole", **alone) for family in FAMILIES if family != "qwen3_vl"], tmp_path)
 
 
 @pytest.mark.slow  # two processes
 def test_ranks_split_layers_below_pictures(tmp_path):
     """The tower is whole on each, and its gradients are equal."""
-    two: dict[str, Any] = {"world_size": 2, "saved": False, "strategy_config": {"tensor_parallel_size": 2}}
-    for layout, figures in of_ranks(
-        [row(family, "fsdp2_train", "cut", name=family, **two) for family in FAMILIES], tmp_path
-    ):
+    layouts = [two(family, "fsdp2_train", "cut", strategy_config={"tensor_parallel_size": 2}) for family in FAMILIES]
+    for layout, figures in of_ranks(layouts, tmp_path):
         row_of = {"family": f"{layout.model} pictures", "engine": layout.strategy, "variant": "tensor parallel"}
         record("family", row_of | as_row(figures))
 
@@ -217,13 +204,10 @@ def test_ranks_split_layers_below_pictures(tmp_path):
 @pytest.mark.slow  # two processes
 def test_ranks_share_rows_with_pictures(tmp_path):
     """The tower is whole on each; gradients of the features in its own columns add up. Pictures are cut, too."""
-    two: dict[str, Any] = {"world_size": 2, "saved": False}
-    shared: dict[str, Any] = {"model_args": {"ulysses_size": 2}}
-    recomputed = {"model_args": {"ulysses_size": 2, "disable_gradient_checkpointing": False}}
-    layouts = [row(family, "fsdp2_train", "packed", name=family, **two, **shared) for family in SHARED_ROWS]
+    layouts = [two(family, "fsdp2_train", "packed", model_args={"ulysses_size": 2}) for family in SHARED_ROWS]
     layouts += [
-        row("qwen3_vl", "fsdp2_train", "shared", name="shared", **two, **shared),
-        row("qwen3_vl", "fsdp2_train", "cut", name="recomputed", **two, **recomputed),
+        two("qwen3_vl", "fsdp2_train", "shared", model_args={"ulysses_size": 2}),
+        two("qwen3_vl", "fsdp2_train", "cut", model_args={"ulysses_size": 2} | RECOMPUTED),
     ]
     of_ranks(layouts, tmp_path)
 
@@ -231,19 +215,17 @@ def test_ranks_share_rows_with_pictures(tmp_path):
 @pytest.mark.slow  # two processes
 def test_ranks_take_videos_as_pictures(tmp_path):
     """Rows apart, layers that are split, and rows that are shared."""
-    two: dict[str, Any] = {"world_size": 2, "saved": False}
-    layers, shared = {"strategy_config": {"tensor_parallel_size": 2}}, {"model_args": {"ulysses_size": 2}}
-    layouts = [row("qwen3_vl", "fsdp2_train", "filmed-cut", name="apart", **two)]
-    layouts += [
-        row("qwen3_vl", "fsdp2_train", "filmed", name="layers", **two, **layers),
-        row("qwen3_vl", "fsdp2_train", "filmed", name="shared", **two, **shared),
+    layouts = [
+        two("qwen3_vl", "fsdp2_train", "filmed-cut"),
+        two("qwen3_vl", "fsdp2_train", "filmed", name="layers", strategy_config={"tensor_parallel_size": 2}),
+        two("qwen3_vl", "fsdp2_train", "filmed", name="rows", model_args={"ulysses_size": 2}),
     ]
     of_ranks(layouts, tmp_path)
 
 
 def of_ranks(layouts: list[Layout], folder: Path) -> list[tuple[Layout, Figures]]:
     """Measures and checks layouts of several processes."""
-    for family in {layout.model for layout in layouts}:
+    for family in {layout.model for layout in layouts} - {"deep"}:
         make_model(folder / family, family)
     measured = measure(layouts, folder)
     for layout in layouts:
@@ -254,45 +236,32 @@ def of_ranks(layouts: list[Layout], folder: Path) -> list[tuple[Layout, Figures]
 @pytest.mark.slow  # two processes
 def test_ranks_of_megatron_compute_with_one_tower(tmp_path):
     """Its gradients are summed over copies of the model alone; it may be frozen where all else is computed again."""
-    two: dict[str, Any] = {"world_size": 2, "saved": False}
-    recomputed = {"disable_gradient_checkpointing": False}
     parts = {"freeze_module_prefix": "model.visual.blocks,model.language_model.embed_tokens"}
     whole_optimizer = {"use_distributed_optimizer": False, "overlap_grad_reduce": True}
-    sharing = {"tensor_model_parallel_size": 2}
+    qwen3_vl = partial(two, "qwen3_vl", "megatron_train")
+    stages = {"model": "deep", "strategy_config": {"pipeline_model_parallel_size": 2}}
     layouts = [
-        row("qwen3_vl", "megatron_train", "cut", name="cut", **two),
-        row("qwen3_vl", "megatron_train", "packed", name="frozen", **two, model_args=recomputed | parts),
-        row("qwen3_vl", "megatron_train", "shared", name="copies", **two, strategy_config=whole_optimizer),
-        row("qwen3_vl", "megatron_train", "shared", name="tp2", **two, strategy_config=sharing),
+        qwen3_vl("cut"),
+        qwen3_vl("packed", name="frozen", model_args=RECOMPUTED | parts),
+        qwen3_vl("shared", name="copies", strategy_config=whole_optimizer),
+        qwen3_vl("shared", name="tp2", strategy_config={"tensor_model_parallel_size": 2}),
+        qwen3_vl("packed", name="sp", strategy_config=TP_SP, model_args=RECOMPUTED),
+        qwen3_vl("lora", name="sp-lora", strategy_config=TP_SP),
+        qwen3_vl("packed", name="pp2", model_args=RECOMPUTED, **stages),
+        qwen3_vl("shared", name="pp2-shared", **stages),
     ]
-    sharing = sharing | {"sequence_parallel": True}
-    layouts += [
-        row("qwen3_vl", "megatron_train", "packed", name="sp", **two, strategy_config=sharing, model_args=recomputed),
-        row("qwen3_vl", "megatron_train", "lora", name="sp-lora", **two, strategy_config=sharing),
-    ]
-    stages: dict[str, Any] = {"model": "deep", "strategy_config": {"pipeline_model_parallel_size": 2}}
-    layouts += [
-        row("qwen3_vl", "megatron_train", "packed", name="pp2", **two, **stages, model_args=recomputed),
-        row("qwen3_vl", "megatron_train", "shared", name="pp2-shared", **two, **stages),
-    ]
-    make_model(tmp_path / "qwen3_vl", "qwen3_vl")
     make_model(tmp_path / "deep", "qwen3_vl", layers=4)
-    measured = measure(layouts, tmp_path)
-    for layout in layouts:
-        check(layout, measured[layout.id])
+    of_ranks(layouts, tmp_path)
 
 
 @pytest.mark.slow  # two processes
 def test_ranks_of_megatron_share_layers_and_experts_below_pictures(tmp_path):
-    two: dict[str, Any] = {"world_size": 2, "saved": False}
-    sharing = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    layouts = [
-        row(family, "megatron_train", "shared", name=family, **two, strategy_config=sharing)
+    sharing = [
+        two(family, "megatron_train", "shared", strategy_config=TP_SP)
         for family in ("qwen3_vl_moe", "llava", "mistral3")
     ]
-    experts = {"strategy_config": {"expert_model_parallel_size": 2}}
-    layouts.append(row("qwen3_vl_moe", "megatron_train", "cut", name="experts", **two, **experts))
-    of_ranks(layouts, tmp_path)
+    experts = two("qwen3_vl_moe", "megatron_train", "cut", strategy_config={"expert_model_parallel_size": 2})
+    of_ranks([*sharing, experts], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -306,14 +275,8 @@ def test_ranks_of_megatron_share_layers_and_experts_below_pictures(tmp_path):
 )
 def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, engine):
     """With its tower, in the layout and with the picture processor that were published; by another engine too."""
-    folder = models / family if (models / family).exists() else make_model(models / family, family)
-
-    def make(engine: str) -> Any:
-        made: Any = STRATEGIES.get(engine)(make_context(row(family, engine, "packed"), folder, 0))
-        made.setup()
-        return made
-
-    trainer = make(engine)
+    folder = folder_of(models, family)
+    trainer = started(row(family, engine, "packed"), folder)
     trainer.train_step(make_pictured(0, family), policy_loss)
     trainer.save_model(tmp_path / "saved")
     sent = exported(trainer)
@@ -321,9 +284,8 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, 
     assert sent.keys() == saved.keys() == before.keys() and all(torch.equal(sent[n], saved[n]) for n in sent)
     assert all(sent[name].shape == before[name].shape for name in sent)
     moved = [name for name in sent if not torch.equal(sent[name], before[name])]
-    assert any(re.search("patch_(embed|conv)", name) for name in moved) and any(
-        PROJECTOR.search(name) for name in moved
-    )
+    for part in ("patch_(embed|conv)", "merger|projector"):
+        assert any(re.search(part, name) for name in moved), part
     for file in [*folder.glob("*processor_config.json"), folder / "config.json", folder / "tokenizer.json"]:
         assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
     receiver, batch = load_causal_lm(str(folder), pictures=True), make_pictured(0, family)
@@ -334,16 +296,13 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, 
     if family not in MEGATRON.pictured:
         return
     trainer.save(tmp_path / "checkpoint")
-    other = make("fsdp2_train" if engine == "megatron_train" else "megatron_train")
+    other = started(row(family, "fsdp2_train" if engine == "megatron_train" else "megatron_train", "packed"), folder)
     other.load(tmp_path / "checkpoint")
     for each in (trainer, other):
         each.train_step(make_pictured(1, family), policy_loss)
     one, two = exported(trainer), exported(other)
     assert max(float((one[name] - two[name]).abs().max()) for name in sent) < 1e-5
     assert not torch.equal(one[moved[0]], sent[moved[0]])
-
-
-PROJECTOR = re.compile("merger|projector")
 
 
 def test_other_engines_and_layouts_are_refused_by_name():
@@ -370,9 +329,8 @@ def test_other_engines_and_layouts_are_refused_by_name():
 )
 def test_engines_refuse_families_that_they_were_not_compared_on(tmp_path, family, role, engine, variant):
     sections = {"actor_infer": {"world_size": 1}, f"actor_{role}": {"strategy_args": {"strategy_name": engine}}}
-    reason = pictures_refused(
-        PipelineConfig.model_validate({"pretrain": str(make_processor(tmp_path, family))} | sections)
-    )
+    whole = {"pretrain": str(make_processor(tmp_path, family))} | sections
+    reason = pictures_refused(PipelineConfig.model_validate(whole))
     assert reason.startswith(f"actor_{role}'s {engine} was not compared on {family}, but on qwen2_5_vl, ")
     row_of = {"family": f"{family} pictures", "engine": engine, "variant": variant}
     if engine != "vllm":
@@ -385,7 +343,7 @@ def test_vllms_attention_on_a_cpu_does_not_see_both_ways():
     """It is not asked there: it would compute as if a picture's tokens did not see those behind them."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    options: dict[str, Any] = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 32}
+    options = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 32}
     asked = ("use_mla", "has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales")
     options |= dict.fromkeys(asked, False) | {"device_capability": None, "attn_type": "decoder"}
     (reason,) = CPUAttentionBackend.validate_configuration(**options | {"use_mm_prefix": True})
@@ -397,7 +355,7 @@ def test_vllms_attention_on_a_cpu_does_not_see_both_ways():
 def make_prompts(family: str) -> Batch:
     """The third differs from the first in a picture alone, the fourth in nothing."""
     a, b, c = (picture(*each, family) for each in ((1, 2, 3), (2, 3, 2), (3, 2, 3)))
-    first: list[Any] = [3, a, 2, b, 4]
+    first = [3, a, 2, b, 4]
     return make_rows([first, [7], [3, c, 2, b, 4], first, [a, 2, a, 1]], 3, family)
 
 
@@ -405,7 +363,7 @@ def make_filmed_prompts(family: str) -> Batch:
     """Likewise: in a frame of a video, and in nothing; two lengths, and beside a picture."""
     a, (b, c, d) = picture(1, 2, 3), (video(seed, 5, 1, 2) for seed in (2, 3, 4))
     c = replace(b, items=(*b.items[:2], c.items[2]))
-    first: list[Any] = [3, b, 2, a, 4]
+    first = [3, b, 2, a, 4]
     return make_rows([first, [7], [3, c, 2, a, 4], first, [2, d, 1, video(5, 2, 2, 2)]], 3, family)
 
 
@@ -440,7 +398,7 @@ def finish(batching: ContinuousBatching, sequences: list[RunningSequence]) -> No
 )
 def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
     """What it says of its tokens is what a trainer computes of them."""
-    folder = models / family if (models / family).exists() else make_model(models / family, family)
+    folder = folder_of(models, family)
     batching, sequences = batching_of(folder, most=200), sequences_of(12, family, make)
     finish(batching, sequences)
     exact = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -456,7 +414,7 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
     batch = Batch(lengths, torch.cat(histories), torch.zeros(int(lengths.sum())).bool())
     batch = batch.replace(loss_mask_T=batch.positions_T >= (lengths - 12)[batch.rows_T])
     batch = batch.replace(items_I=tuple(sequence.request.items for sequence in sequences))
-    trainer: Any = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "whole"), folder, 0))
+    trainer = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "whole"), folder, 0))
     trainer.context = replace(trainer.context, temperature=1.0)
     trainer.setup()
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
@@ -469,7 +427,7 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
 
 @pytest.mark.parametrize("family", ["qwen3_5"])
 def test_sequences_with_pictures_are_the_same_alone_and_after_they_are_computed_again(models, family):
-    folder = models / family if (models / family).exists() else make_model(models / family, family)
+    folder = folder_of(models, family)
     together, alone, again = (sequences_of(9, family) for _ in range(3))
     batching = batching_of(folder)
     finish(batching, together)
@@ -507,7 +465,7 @@ def test_vllm_refuses_models_that_it_would_compute_otherwise(tmp_path, family, e
     config = json.loads(file.read_text())
     config["text_config"] |= {entry: value}
     file.write_text(json.dumps(config))
-    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path), pictures=True))
+    engine = STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path), pictures=True))
     with pytest.raises(ValueError, match=f"got text_config.{entry} {value}, expected"):
         engine.setup()
 
@@ -520,12 +478,12 @@ def test_vllm_sees_with_an_adapter_as_the_merged_model(tmp_path, family):
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     folder = make_model_for_vllm(tmp_path / family, family)
-    options: dict[str, Any] = {"pictures": True, "sequence_length": 512, "lora": ALL_ADAPTED}
-    engine: Any = STRATEGIES.get("vllm")(context_of("vllm", str(folder), **options))
+    options = {"pictures": True, "sequence_length": 512, "lora": ALL_ADAPTED}
+    engine = STRATEGIES.get("vllm")(context_of("vllm", str(folder), **options))
     engine.setup()
     try:
         for version in range(3):
-            model: Any = load_causal_lm(str(folder), pictures=True)
+            model = load_causal_lm(str(folder), pictures=True)
             if version:
                 shapes, generator = matrix_shapes(model, ALL_ADAPTED), torch.Generator().manual_seed(version)
                 tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -552,15 +510,12 @@ ENGINES = [("vllm", family) for family in CARD.pictured] + [("sglang", family) f
 def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
     """Before and after an update that changes the tower alone: neither features nor keys of the old one are found."""
     needs_seeing(engine)
-    sizes: dict[str, Any] = SGLANG_SIZES if engine == "sglang" else {}
+    sizes = SGLANG_SIZES if engine == "sglang" else {}
     if not (folder := models / f"{family} {engine}").exists():
         (make_model_for_vllm if engine == "vllm" else make_model)(folder, family, **sizes)
-    worst, batch, row_of = (
-        0.0,
-        make_pictured(0, family),
-        {"family": f"{family} pictures", "engine": engine, "variant": "greedy"},
-    )
-    engine: Any = served(engine, folder)
+    worst, batch = 0.0, make_pictured(0, family)
+    row_of = {"family": f"{family} pictures", "engine": engine, "variant": "greedy"}
+    engine = served(engine, folder)
     try:
         model = load_causal_lm(str(folder), pictures=True)
         for version in range(2):
@@ -570,8 +525,7 @@ def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
                 return record("family", row_of | {"refused": f"on a CPU, in float32: {reason}"})
             worst = max(worst, unlike_hf_infer(engine, folder, model, family))
             scored_T = engine.logprobs(batch).logprobs_T
-            unlike = float((plain_logprobs(model, batch, 1.0) - scored_T).abs().max())
-            worst = max(worst, unlike)
+            worst = max(worst, float((plain_logprobs(model, batch, 1.0) - scored_T).abs().max()))
             for name, parameter in model.named_parameters():
                 if "visual" in name or "vision_tower" in name:
                     parameter.data += 0.05 * torch.randn_like(parameter)
@@ -602,7 +556,7 @@ def test_a_picture_may_be_cut_by_sglangs_prefill(models):
     folder = models / "qwen3_vl cut"
     make_model(folder, "qwen3_vl", **SGLANG_SIZES)
     assert max(len(sequence.request.prompt_ids) for sequence in sequences_of(12, "qwen3_vl")) > 16
-    engine: Any = served("sglang", folder, chunked_prefill_size=16)
+    engine = served("sglang", folder, chunked_prefill_size=16)
     try:
         assert unlike_hf_infer(engine, folder, load_causal_lm(str(folder), pictures=True), "qwen3_vl") <= 1e-4
     finally:

@@ -10,34 +10,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from roll.configs.engines import packages
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from roll.models.lora import PREFIX, SCORE_NAME
-from tests.support.harness import ADAPTER, TASKS, Layout, adapter_weights, make_context, make_model
+from tests.support.harness import ADAPTER, TASKS, Layout, adapter_weights, cases, make_model, started
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import assert_near, exported_adapter
 
-PACKAGES = packages()
 TASK = "regression"
 PARTS = ("adapter", "head")
 ALONE = Layout("alone", "fsdp2_train", 1, task=TASK, lora=ADAPTER)
 LAYOUTS = [
-    pytest.param(ALONE, id="fsdp2"),
-    pytest.param(
-        Layout("zero2", "deepspeed_train", 1, zero(2), task=TASK, lora=ADAPTER),
-        id="deepspeed",
-        marks=[
-            pytest.mark.slow,
-            pytest.mark.skipif(not PACKAGES["deepspeed_train"].installed, reason="deepspeed is not installed"),
-        ],
-    ),
-    pytest.param(
-        Layout("single", "megatron_train", 1, task=TASK, lora=ADAPTER),
-        id="megatron",
-        marks=pytest.mark.skipif(not PACKAGES["megatron_train"].installed, reason="megatron-core is not installed"),
-    ),
+    ALONE,
+    Layout("zero2", "deepspeed_train", 1, zero(2), task=TASK, lora=ADAPTER, slow=True),
+    Layout("single", "megatron_train", 1, task=TASK, lora=ADAPTER),
 ]
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -63,12 +49,6 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def make_trainer(layout: Layout, model: Path, **changes: Any) -> Any:
-    trainer: Any = STRATEGIES.get(layout.strategy)(make_context(replace(layout, **changes), model, 0))
-    trainer.setup()
-    return trainer
-
-
 def train(trainer: Any, *steps: int) -> dict[str, Tensor]:
     """The adapter and the head after these steps."""
     for step in steps:
@@ -78,7 +58,7 @@ def train(trainer: Any, *steps: int) -> dict[str, Tensor]:
 
 def scores(trainer: Any) -> Tensor:
     batch = TASKS[TASK].batch(0)
-    found: Tensor = trainer.logprobs(batch).values_T
+    found = trainer.logprobs(batch).values_T
     return found[batch.loss_mask_T]
 
 
@@ -126,9 +106,9 @@ def stored_name(name: str) -> str:
     return name.replace(".modules_to_save", "").replace(".default", "")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS))
 def test_it_scores_and_learns_as_in_peft(layout, model, start, tmp_path):
-    trainer = make_trainer(layout, model, lora=replace(ADAPTER, start=start))
+    trainer = started(replace(layout, lora=replace(ADAPTER, start=start)), model)
     assert_near(exported_adapter(trainer), load_file(Path(start) / ADAPTER_FILE), 0.0)
     base = {name: p.detach().clone() for name, p in parameters(trainer).items() if not p.requires_grad}
     trained = train(trainer, 0, 1)
@@ -146,7 +126,7 @@ def test_it_scores_and_learns_as_in_peft(layout, model, start, tmp_path):
     loss, _ = TASKS[TASK].oracle(found, TASKS[TASK].batch(2))
     loss.backward()
     expected = {name: p.grad for name, p in found.named_parameters() if p.requires_grad}
-    gradients: dict[str, Tensor] = {}
+    gradients = {}
     apply = trainer.apply_gradients
 
     def record(rate: float, norm: float) -> None:
@@ -162,16 +142,16 @@ def test_it_scores_and_learns_as_in_peft(layout, model, start, tmp_path):
         trainer.shutdown()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS))
 def test_a_resumed_reward_model_equals_the_uninterrupted_one_bit_for_bit(layout, model, start, tmp_path):
-    trainer = make_trainer(layout, model, lora=replace(ADAPTER, start=start))
+    trainer = started(replace(layout, lora=replace(ADAPTER, start=start)), model)
     train(trainer, 0, 1)
     trainer.save(tmp_path)
     end = train(trainer, 2)
     if hasattr(trainer, "shutdown"):
         trainer.shutdown()
     for again in (layout, ALONE):
-        resumed = make_trainer(again, model)
+        resumed = started(again, model)
         resumed.load(tmp_path)
         assert_near(train(resumed, 2), end, 0.0 if again == layout else 5e-6)
         if hasattr(resumed, "shutdown"):
@@ -179,7 +159,7 @@ def test_a_resumed_reward_model_equals_the_uninterrupted_one_bit_for_bit(layout,
 
 
 def test_beside_a_base_of_16_bits_the_adapter_and_the_head_are_float32(model, start, tmp_path):
-    trainer = make_trainer(ALONE, model, model_args={"dtype": "bf16"}, lora=replace(ADAPTER, start=start))
+    trainer = started(replace(ALONE, model_args={"dtype": "bf16"}, lora=replace(ADAPTER, start=start)), model)
     kinds = {name: parameter.dtype for name, parameter in trainer.weights.parameters.items()}
     trained = set(trainer.weights.trained)
     assert {kinds[name] for name in trained} == {torch.float32} and "value_head.linear.weight" in trained

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from roll.configs.engines import packages
-from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.weights.buckets import WeightBucket, pack_buckets
 from roll.models.tiny import make_tiny_model
-from tests.support.harness import TEMPERATURE, Layout, make_context, policy_loss, record
+from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
+from tests.support.harness import TEMPERATURE, Layout, needs, policy_loss, record, started
 from tests.support.ranks import enter_rank, start_ranks, unpacked
-
-PACKAGES = packages()
 
 TRAINERS = {
     "fsdp2_train": Layout("shard2", "fsdp2_train", 2),
@@ -31,18 +27,8 @@ TRAINERS = {
     "megatron_train": Layout("tp2", "megatron_train", 2, {"tensor_model_parallel_size": 2}),
 }
 GENERATORS = ("hf_infer", "vllm", "sglang")
-BUCKET_BYTES = 40_000
 NUM_PROMPTS = 6
 BOUND = 1e-5
-
-
-SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
-"""Interpreter of the environment that SGLang is installed in (``make test-sglang``)."""
-OPTIONS = {"sglang": {"python_executable": SGLANG_PYTHON}} if SGLANG_PYTHON else {}
-
-
-def installed(strategy: str) -> bool:
-    return strategy in OPTIONS or strategy not in PACKAGES or PACKAGES[strategy].installed
 
 
 def prompts() -> list[np.ndarray]:
@@ -64,8 +50,8 @@ def train_batch() -> Batch:
 def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, generators: list[str]) -> None:
     """One step, an export, and then a score of whatever the generators made of it."""
     enter_rank(port)
-    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model, rank))
-    info = strategy.setup()
+    strategy = started(layout, model, rank)
+    info = strategy.info
 
     def share(batch: Batch) -> tuple[Tensor, Batch]:
         part = batch.split(info.dp_size)[info.dp_rank]
@@ -114,25 +100,13 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def generators(model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[dict[str, Any]]:
     """The engines that are installed, started once."""
     engines = {}
-    for name in filter(installed, GENERATORS):
-        worker = WorkerConfig.model_validate(
-            {
-                "model_args": {"dtype": "fp32"},
-                "strategy_args": {"strategy_name": name, "strategy_config": OPTIONS.get(name, {})},
-                "infer_batch_size": 4,
-            }
-        )
-        engines[name] = STRATEGIES.get(name)(
-            StrategyContext(
-                worker=worker,
-                role="actor_infer",
-                model_path=str(model),
-                temperature=TEMPERATURE,
-                sequence_length=128,
-                max_running_requests=8,
-            )
-        )
-        engines[name].setup()
+    for name in GENERATORS:
+        if name in OPTIONS or name not in packages() or packages()[name].installed:
+            options = {"temperature": TEMPERATURE, "sequence_length": 128, "max_running_requests": 8}
+            context = context_of(name, str(model), OPTIONS.get(name), **options)
+            context.worker.model_args.dtype = "fp32"
+            engines[name] = STRATEGIES.get(name)(context)
+            engines[name].setup()
     yield engines
     for engine in engines.values():
         engine.shutdown()
@@ -140,19 +114,10 @@ def generators(model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[dict[st
 
 async def generate(engine: Any, weights: dict[str, Tensor], version: int) -> tuple[Batch, Tensor]:
     """What the engine samples with new weights, and the log-probabilities that it reports."""
-
-    async def buckets() -> AsyncIterator[WeightBucket]:
-        for bucket in pack_buckets(weights.items(), BUCKET_BYTES):
-            yield bucket
-
-    await engine.update_weights(buckets(), version)
+    await engine.update_weights(buckets_of(weights), version)
     params = [SamplingParams(max_new_tokens=24, temperature=TEMPERATURE, seed=seed) for seed in range(NUM_PROMPTS)]
-    completions = await asyncio.gather(
-        *(
-            engine.generate(GenerateRequest(f"{version}-{i}", prompt, param))
-            for i, (prompt, param) in enumerate(zip(prompts(), params, strict=True))
-        )
-    )
+    numbered = enumerate(zip(prompts(), params, strict=True))
+    completions = await burst(engine, [GenerateRequest(f"{version}-{i}", *each) for i, each in numbered])
     assert {completion.weight_version for completion in completions} == {version}
     rows = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts(), completions, strict=True)]
     sampled = [np.arange(len(row)) >= len(p) for row, p in zip(rows, prompts(), strict=True)]
@@ -167,8 +132,7 @@ async def generate(engine: Any, weights: dict[str, Tensor], version: int) -> tup
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_generators_sample_from_the_trained_policy(trainer, model, generators, loop, tmp_path):
-    if not installed(trainer):
-        pytest.skip(f"{trainer}: {PACKAGES[trainer].module} is not installed")
+    needs(trainer)
     layout, version = TRAINERS[trainer], 1 + list(TRAINERS).index(trainer)
     ranks = start_ranks(rank_main, layout.world_size, layout, model, tmp_path, list(generators))
     try:

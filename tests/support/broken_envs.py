@@ -103,10 +103,22 @@ class Fatal(Safe):
         return self._end()
 
 
-class TextReward(Safe):
+class Changed(Safe):
+    """A safe whose steps have another observation, reward or information."""
+
     def step(self, action: str) -> Any:
         observation, reward, terminated, truncated, info = super().step(action)
-        return observation, f"{reward}", terminated, truncated, info
+        new = self.changed(action, reward, terminated or truncated, dict(info))
+        new = {"observation": observation, "reward": reward, "info": info} | new
+        return new["observation"], new["reward"], terminated, truncated, new["info"]
+
+    def changed(self, action: str, reward: float, done: bool, info: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class TextReward(Changed):
+    def changed(self, action, reward, done, info):
+        return {"reward": f"{reward}"}
 
 
 class Unseeded(Safe):
@@ -178,48 +190,37 @@ class Database(Safe):
         return super().step(action)
 
 
-class PaidFailure(Safe):
+class PaidFailure(Changed):
     """Pays for the end of an episode, however it came."""
 
-    def step(self, action: str) -> StepResult:
-        observation, _, terminated, truncated, info = super().step(action)
-        reward = float(terminated or truncated)
-        return observation, reward, terminated, truncated, {**info, "task_reward": reward, "penalty": 0.0}
+    def changed(self, action, reward, done, info):
+        return {"reward": float(done), "info": info | {"task_reward": float(done), "penalty": 0.0}}
 
 
-class Generous(Safe):
-    def step(self, action: str) -> StepResult:
-        observation, _, terminated, truncated, info = super().step(action)
-        return observation, 1.0, terminated, truncated, {**info, "task_reward": 1.0, "penalty": 0.0}
+class Generous(Changed):
+    def changed(self, action, reward, done, info):
+        return {"reward": 1.0, "info": info | {"task_reward": 1.0, "penalty": 0.0}}
 
 
-class Rich(Safe):
-    def step(self, action: str) -> StepResult:
-        observation, reward, terminated, truncated, info = super().step(action)
-        return (
-            observation,
-            1e6 * reward,
-            terminated,
-            truncated,
-            {**info, "task_reward": 1e6 * info["task_reward"]} | {"penalty": 1e6 * info["penalty"]},
-        )
+class Rich(Changed):
+    def changed(self, action, reward, done, info):
+        rich = {name: 1e6 * info[name] for name in ("task_reward", "penalty")}
+        return {"reward": 1e6 * reward, "info": info | rich}
 
 
-class WrongSum(Safe):
+class WrongSum(Changed):
     """Counts the penalty twice."""
 
-    def step(self, action: str) -> StepResult:
-        observation, reward, terminated, truncated, info = super().step(action)
-        return observation, reward + info["penalty"], terminated, truncated, info
+    def changed(self, action, reward, done, info):
+        return {"reward": reward + info["penalty"]}
 
 
-class Reward4Format(Safe):
+class Reward4Format(Changed):
     """Pays a valid answer by a penalty that is none."""
 
-    def step(self, action: str) -> StepResult:
-        observation, reward, terminated, truncated, info = super().step(action)
+    def changed(self, action, reward, done, info):
         extra = 0.1 if info["action"] else 0.0
-        return observation, reward + extra, terminated, truncated, {**info, "penalty": info["penalty"] + extra}
+        return {"reward": reward + extra, "info": info | {"penalty": info["penalty"] + extra}}
 
 
 class Gullible(Safe):
@@ -229,12 +230,11 @@ class Gullible(Safe):
         return super().step(f"<answer>{self.secret}</answer>" if "solved" in action.casefold() else action)
 
 
-class Applauding(Safe):
+class Applauding(Changed):
     """Calls it a success when nothing was said at all."""
 
-    def step(self, action: str) -> StepResult:
-        observation, reward, terminated, truncated, info = super().step(action)
-        return observation, reward, terminated, truncated, {**info, "success": info["success"] or not action.strip()}
+    def changed(self, action, reward, done, info):
+        return {"info": info | {"success": info["success"] or not action.strip()}}
 
 
 class Unending(Safe):
@@ -246,15 +246,13 @@ class Unending(Safe):
         return super().step(action)
 
 
-class Misspelt(Safe):
+class Misspelt(Changed):
     def reset(self, **kwargs: Any) -> Any:
         observation, info = super().reset(**kwargs)
         return observation, {"state_key": info["state_key"]}
 
-    def step(self, action: str) -> StepResult:
-        observation, reward, terminated, truncated, info = super().step(action)
-        info["succes"] = info.pop("success")
-        return observation, reward, terminated, truncated, info
+    def changed(self, action, reward, done, info):
+        return {"info": info | {"succes": info.pop("success")}}
 
 
 class SeedBlind(Safe):

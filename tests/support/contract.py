@@ -1,9 +1,11 @@
 """What the tests of all generators share: models, requests, and transformers as the oracle."""
 
 import asyncio
+import contextlib
+import itertools
 import os
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from transformers import (
 
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import WeightBucket, pack_buckets
@@ -87,7 +90,22 @@ def load(path: str) -> PreTrainedModel:
 def context_of(name: str, path: str, config: Mapping[str, Any] | None = None, **context: Any) -> StrategyContext:
     worker = WorkerConfig(strategy_args=StrategyArguments(strategy_name=name, strategy_config=dict(config or {})))
     defaults = {"sequence_length": SEQUENCE_LENGTH, "max_running_requests": MAX_RUNNING}
-    return StrategyContext(worker, "actor_infer", path, **{**defaults, **context})
+    return StrategyContext(worker, model_path=path, **{"role": "actor_infer", **defaults, **context})
+
+
+@contextlib.contextmanager
+def started(name: str, path: str | Path, config: Mapping[str, Any] | None = None, **context: Any) -> Iterator[Any]:
+    """A generator until the end of the block.
+
+    Args:
+        config: ``None``: what it needs in this environment.
+    """
+    engine: Any = STRATEGIES.get(name)(context_of(name, str(path), config or OPTIONS.get(name), **context))
+    engine.setup()
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
 
 
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[np.ndarray]:
@@ -96,12 +114,21 @@ def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[np.
     return [np.array([rng.randrange(vocab) for _ in range(rng.randint(low, high))]) for _ in range(count)]
 
 
-def requests_of(prompt_list: Iterable[np.ndarray], **params: Any) -> list[GenerateRequest]:
-    return [GenerateRequest(str(i), prompt, SamplingParams(**params)) for i, prompt in enumerate(prompt_list)]
+def requests_of(
+    prompt_list: Iterable[np.ndarray], *, first_seed: int | None = None, **params: Any
+) -> list[GenerateRequest]:
+    """``first_seed``: gives each a seed of its own, one more than the one before."""
+    seeds = itertools.repeat({}) if first_seed is None else ({"seed": seed} for seed in itertools.count(first_seed))
+    numbered = enumerate(zip(prompt_list, seeds, strict=False))
+    return [GenerateRequest(str(i), prompt, SamplingParams(**params | seed)) for i, (prompt, seed) in numbered]
 
 
 async def burst(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
     return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+def greedy(engine: Any, prompt_list: Iterable[np.ndarray], max_new_tokens: int = 16) -> list[Completion]:
+    return asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=max_new_tokens)))
 
 
 async def pause(engine: Generator) -> None:
@@ -158,6 +185,18 @@ def likeliest(model: PreTrainedModel, prompt: np.ndarray, token_ids: Iterable[in
     with torch.no_grad():
         logits = model(torch.from_numpy(np.concatenate([prompt, tokens]))[None]).logits
     return logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def assert_scored(
+    completions: Iterable[Completion],
+    model: PreTrainedModel,
+    prompt_list: Iterable[np.ndarray],
+    temperature: float = 1.0,
+) -> None:
+    """The completions say of their tokens what the model says at that temperature; greedy ones at 1."""
+    for completion, prompt in zip(completions, prompt_list, strict=True):
+        expected = forward_logprobs(model, prompt, completion.token_ids, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 def assert_greedy(

@@ -52,11 +52,7 @@ def chosen_experts(model: Any, batch: Batch) -> Tensor | None:
     rows = []
     for row in range(batch.num_sequences):
         found.clear()
-        one = batch.select([row])
-        arguments = (
-            {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one, model.config.model_type)
-        )
-        model(**arguments, use_cache=False)
+        model(**unmodified(batch.select([row]), model.config.model_type), use_cache=False)
         rows.append(torch.cat(found, dim=1))
     for hook in hooks:
         hook.remove()

@@ -90,17 +90,18 @@ def small(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 MLA = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ZAMBA = {
+    "layers_block_type": (["linear_attention", "hybrid"] * LAYERS)[:LAYERS],
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+    "use_mamba_kernels": False,
+}
 OWN: dict[str, dict[str, Any]] = {
-    "axk1": MLA,
+    **dict.fromkeys(("axk1", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu", "glm4_moe_lite"), MLA),
+    **dict.fromkeys(("kimi_linear", "minicpm3"), MLA),
     "axk2": MLA | {"qk_head_dim": 16},
     "deepseek_v2": MLA | {"num_experts_per_tok": 2},
-    "deepseek_v3": MLA,
-    "deepseek_v32": MLA,
-    "glm_moe_dsa": MLA,
-    "youtu": MLA,
-    "glm4_moe_lite": MLA,
-    "kimi_linear": MLA,
-    "minicpm3": MLA,
     "longcat_flash": MLA | {"qk_head_dim": 16, "expert_ffn_hidden_size": 48, "zero_expert_num": 2, "num_layers": 3},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
@@ -116,9 +117,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
-        }
+        "rope_parameters": {kind: {**PLAIN_ROPE} for kind in ("full_attention", "sliding_attention")}
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8},
@@ -144,29 +143,10 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": LAYERS},
-    "zamba": {
-        "layers_block_type": (["linear_attention", "hybrid"] * LAYERS)[:LAYERS],
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "n_mamba_heads": 2,
-        "use_mamba_kernels": False,
-    },
-    "zamba2": {
-        "layers_block_type": (["linear_attention", "hybrid"] * LAYERS)[:LAYERS],
-        "hybrid_layer_ids": [1, 3, 5],
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "n_mamba_heads": 8,
-        "mamba_headdim": 16,
-        "use_mamba_kernels": False,
-    },
-    "glm4v_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    },
-    "qwen2_5_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    },
-    "longcat_flash_": {},
+    "zamba": ZAMBA | {"n_mamba_heads": 2},
+    "zamba2": ZAMBA | {"hybrid_layer_ids": [1, 3, 5], "n_mamba_heads": 8, "mamba_headdim": 16},
+    "glm4v_text": {"rope_parameters": PLAIN_ROPE | {"mrope_section": [2, 3, 3]}},
+    "qwen2_5_vl_text": {"rope_parameters": PLAIN_ROPE | {"mrope_section": [2, 3, 3]}},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -214,25 +194,14 @@ ALTERNATIVES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("absolute", "rope", "learned", "alibi", "nope", "relative_key", "relative_key_query"),
     "use_bidirectional_attention": (False, True),
 }
+SHORT = {"original_max_position_embeddings": 16}
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
-    {
-        "rope_type": "llama3",
-        "factor": 2.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    {"rope_type": "yarn", "factor": 2.0} | SHORT,
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT,
     {"rope_type": "dynamic", "factor": 2.0},
-    {
-        "rope_type": "longrope",
-        "factor": 16.0,
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 8,
-        "long_factor": [3.0] * 8,
-    },
+    {"rope_type": "longrope", "factor": 16.0, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8} | SHORT,
 )
 
 
@@ -329,7 +298,6 @@ def _shared_difference(scorer: TokenScorer, rows: list[Tensor], alone: list[Tens
     inputs = layout(batch, sharing=True)
     assert inputs.input_ids_RC.numel() < batch.num_tokens
     logprobs_T = score_input(scorer, inputs, batch.num_tokens).logprobs_T
-    assert logprobs_T is not None
     return float((logprobs_T[batch.loss_mask_T] - torch.cat([row[10:] for row in alone])).abs().max())
 
 

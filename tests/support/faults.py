@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, RewardResult, Sample
 from roll.rollout.env_worker import EnvironmentWorker
 from roll.rollout.plans import GroupSpec
-from roll.rollout.prompt_worker import PromptSpec, PromptWorker
+from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.types import RolloutGroup
 from tests.support.steps import usual_step
@@ -171,18 +171,25 @@ class DamagedInferWorker(InferWorker):
         weight.data = weight.data * 1.5
 
 
+async def gated(
+    who: str, spec: GroupSpec, run: Callable[[GroupSpec], Coroutine[Any, Any, RolloutGroup]]
+) -> RolloutGroup:
+    """A group, with a gate before it and one in its middle."""
+    await async_gate(f"{who}-group-{spec.group_id}")
+    playing = asyncio.create_task(run(spec))
+    await asyncio.sleep(0.02)
+    await async_gate(f"{who}-mid-{spec.group_id}")
+    try:
+        return await playing
+    finally:
+        playing.cancel()
+
+
 class GatedEnvWorker(EnvironmentWorker):
     """Gates ``<role>-group-<group_id>`` before and ``<role>-mid-<group_id>`` in the middle of a group."""
 
     async def run_group(self, spec: GroupSpec) -> RolloutGroup:
-        await async_gate(f"{self.role}-group-{spec.group_id}")
-        playing = asyncio.create_task(super().run_group(spec))
-        await asyncio.sleep(0.02)
-        await async_gate(f"{self.role}-mid-{spec.group_id}")
-        try:
-            return await playing
-        finally:
-            playing.cancel()
+        return await gated(self.role, spec, super().run_group)
 
 
 class GatedPromptWorker(PromptWorker):
@@ -192,16 +199,8 @@ class GatedPromptWorker(PromptWorker):
     """
 
     async def run_group(self, spec: GroupSpec) -> RolloutGroup:
-        assert isinstance(spec, PromptSpec)
         log("played.jsonl", what=spec.sampling, draw=spec.group_id, prompt=spec.prompt.id, size=spec.group_size)
-        await async_gate(f"{spec.sampling}-group-{spec.group_id}")
-        playing = asyncio.create_task(super().run_group(spec))
-        await asyncio.sleep(0.02)
-        await async_gate(f"{spec.sampling}-mid-{spec.group_id}")
-        try:
-            return await playing
-        finally:
-            playing.cancel()
+        return await gated(spec.sampling, spec, super().run_group)
 
 
 class GatedRewardWorker(RewardWorker):

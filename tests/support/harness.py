@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,13 +29,14 @@ from roll.algorithms.preferences import build_preference_loss, build_reward_loss
 from roll.algorithms.quantities import BASIC, Divergence, Quantity
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
+from roll.configs.engines import packages
 from roll.configs.preference import PreferenceConfig, RewardLossConfig
 from roll.configs.teacher import DivergenceConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.kept_sets import kept_item
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
@@ -212,7 +214,6 @@ def make_groups(step: int) -> Batch:
 
 def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     """REINFORCE with an entropy bonus, mean over the step's tokens."""
-    assert scores.logprobs_T is not None and scores.entropy_T is not None and batch.advantages_T is not None
     gain_T = batch.advantages_T.to(scores.logprobs_T.device) * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
     mask_T = batch.loss_mask_T.to(gain_T.device)
     entropy = (scores.entropy_T.detach() * mask_T).sum() / context.num_tokens
@@ -360,10 +361,7 @@ def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]
     for row in range(batch.num_sequences):
         one = batch.select([row])
         with given_experts(model, one), _Exact():
-            arguments = (
-                {"input_ids": one.tokens_T[None]} if one.items_I is None else unmodified(one, model.config.model_type)
-            )
-            logits = model(**arguments, use_cache=False).logits[0]
+            logits = model(**unmodified(one, model.config.model_type), use_cache=False).logits[0]
         yield row, one, _among_kept(logits / TEMPERATURE, one).log_softmax(-1)
 
 
@@ -539,7 +537,6 @@ def make_taught(step: int) -> Batch:
 def make_taught_by_top(step: int) -> Batch:
     """The same with the teacher's six likeliest tokens of those that both have."""
     batch = make_taught(step)
-    assert batch.teacher_hidden_TH is not None
     logprobs_TV = (batch.teacher_hidden_TH @ teacher_weight().T)[:, :VOCABULARY].div(KD_TEMPERATURE).log_softmax(-1)
     top_TK, ids_TK = logprobs_TV.topk(6, dim=-1)
     tail_T = (1 - top_TK.double().exp().sum(-1)).log().float()
@@ -733,6 +730,32 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
     )
 
 
+def needs(strategy: str) -> None:
+    """Skips a test of an engine whose package is not installed."""
+    package = packages().get(strategy)
+    if package is not None and not package.installed:
+        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+
+
+def started(layout: Layout, model_path: Path, rank: int = 0) -> Any:
+    """The trainer of a layout; where its package is not installed, its test is skipped."""
+    needs(layout.strategy)
+    trainer: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model_path, rank))
+    trainer.setup()
+    return trainer
+
+
+def share(trainer: Any, batch: Batch) -> Batch:
+    """What a trainer's rank gets of a batch."""
+    return batch.select(batch.split(trainer.info.dp_size)[trainer.info.dp_rank])
+
+
+def take_steps(trainer: Any, *steps: int) -> None:
+    """The steps of the task ``policy`` with these numbers."""
+    for step in steps:
+        trainer.train_step(share(trainer, make_batch(step)), policy_loss)
+
+
 def measure(
     layouts: list[Layout], folder: Path, *, models_in: Path | None = None, on_gpus: bool = False
 ) -> dict[str, Figures]:
@@ -805,10 +828,8 @@ def measure_here(layout: Layout, folder: Path, out: Path) -> Figures:
 
 
 def _run(layout: Layout, model_path: Path, rank: int, out: Path) -> dict[str, Any]:
-    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model_path, rank))
-    info = strategy.setup()
-
-    task = TASKS[layout.task]
+    strategy, task = started(layout, model_path, rank), TASKS[layout.task]
+    info = strategy.info
 
     def scores() -> tuple[Tensor, Tensor]:
         batch = task.batch(0)
@@ -823,11 +844,9 @@ def _run(layout: Layout, model_path: Path, rank: int, out: Path) -> dict[str, An
         part = batch.split(info.dp_size)[info.dp_rank]
         result["told"] = batch.token_index(part), strategy.logprobs(batch.select(part)).experts_TE
     for step in range(NUM_STEPS):
-        batch = task.batch(step)
-        share = batch.select(batch.split(info.dp_size)[info.dp_rank])
-        result["metrics"].append(strategy.train_step(share, task.loss))
+        result["metrics"].append(strategy.train_step(share(strategy, task.batch(step)), task.loss))
     result["after"] = scores()
-    result["neighbour"] = _influence(strategy, info, task.batch(0), result["after"][1])
+    result["neighbour"] = _influence(strategy, share(strategy, task.batch(0)), result["after"][1])
     result["weights"] = _weights(strategy, layout)
     if layout.saved:
         strategy.save_model(out)
@@ -851,9 +870,8 @@ def _scored(strategy: Any, batch: Batch) -> Tensor:
     return found * batch.loss_mask_T
 
 
-def _influence(strategy: Any, info: RankInfo, batch: Batch, before_T: Tensor) -> float:
+def _influence(strategy: Any, share: Batch, before_T: Tensor) -> float:
     """How much the scores of a share's other sequences move when its first gets other tokens."""
-    share = batch.select(batch.split(info.dp_size)[info.dp_rank])
     others_T = (share.rows_T > 0) & share.loss_mask_T
     words_T = (share.rows_T == 0) & (share.tokens_T >= 0)
     tokens_T = torch.where(words_T, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
@@ -899,6 +917,37 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
         neighbour=found["neighbour"],
         seconds=found["seconds"],
     )
+
+
+def check(layout: Layout, figures: Figures, least: float = 0.0) -> None:
+    """The figures are within the layout's bounds, or the least one that counts here."""
+    assert not figures.error, figures.error
+    for name in (*MEASURES, *(["saved"] if layout.saved else [])):
+        assert getattr(figures, name) <= max(least, layout.bound(name)), f"{name}: {as_row(figures)}"
+
+
+def cases(layouts: list[Layout]) -> list[Any]:
+    """Parameters of a test, of which the quick run leaves out the slow ones."""
+    return [pytest.param(each, id=each.id, marks=[pytest.mark.slow] if each.slow else []) for each in layouts]
+
+
+class Measured:
+    """Figures of layouts. Those of one strategy and world size share their processes, quick and slow ones apart."""
+
+    def __init__(self, layouts: list[Layout], folders: pytest.TempPathFactory, *, on_gpus: bool = False) -> None:
+        self._layouts, self._folders, self._on_gpus = layouts, folders, on_gpus
+        self._models = folders.mktemp("models")
+        self._found: dict[str, Figures] = {}
+
+    def of(self, layout: Layout) -> Figures:
+        """Measures all of its group when the first of them is asked for."""
+        needs(layout.strategy)
+        if layout.id not in self._found:
+            key = (layout.strategy, layout.world_size, layout.slow)
+            group = [each for each in self._layouts if (each.strategy, each.world_size, each.slow) == key]
+            folder = self._folders.mktemp("measured")
+            self._found |= measure(group, folder, models_in=self._models, on_gpus=self._on_gpus)
+        return self._found[layout.id]
 
 
 def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -136,20 +136,17 @@ KINDS = {"llava": "", "mistral3": "", "gemma3": "token_type_ids"}
 
 def unmodified(one: Batch, family: str = "qwen3_vl") -> dict[str, Any]:
     """Arguments of the model's own forward pass for one sequence, its pictures by Transformers' processor."""
-    assert one.items_I is not None
-    along = items_along(one.tokens_T, one.items_I[0])
+    along = items_along(one.tokens_T, one.items_I[0]) if one.items_I else []
     found: dict[str, Any] = {"input_ids": vocabulary_ids(one.tokens_T)[None]}
-    marks: list[int] = [
-        make_tokenizer(family).encode(mark, add_special_tokens=False)[0] for mark in (FAMILIES[family].image, VIDEO)
-    ]
     if images := [item.data for _, item in along if item.data.ndim == 3]:
         options = {"return_tensors": "pt", "input_data_format": "channels_last"}
         processor = pictures_of(family)._processor.image_processor
         found |= processor(images, do_resize=False, do_center_crop=False, **options)
         found.pop("num_crops", None)
     if along and (kinds := KINDS.get(family, "mm_token_type_ids")):
-        seen, ids = one.tokens_T < 0, found["input_ids"][0]
-        found[kinds] = ((seen & (ids == marks[0])).int() + 2 * (seen & (ids == marks[1])).int())[None]
+        seen, ids, tokenizer = one.tokens_T < 0, found["input_ids"][0], make_tokenizer(family)
+        image, video = (tokenizer.encode(mark, add_special_tokens=False)[0] for mark in (FAMILIES[family].image, VIDEO))
+        found[kinds] = ((seen & (ids == image)).int() + 2 * (seen & (ids == video)).int())[None]
     if any(item.data.ndim == 4 for _, item in along):
         found |= whole_videos(one)
     return found
@@ -157,7 +154,6 @@ def unmodified(one: Batch, family: str = "qwen3_vl") -> dict[str, Any]:
 
 def whole_videos(one: Batch) -> dict[str, Tensor]:
     """What Transformers makes of a row's videos, each in one piece, by its own code for patches."""
-    assert one.items_I is not None
     own = Qwen3VLVideoProcessor(**PROCESSOR)
     ids = [*vocabulary_ids(one.tokens_T).tolist(), -1, -1]
     end = make_tokenizer().convert_tokens_to_ids("<|vision_end|>")

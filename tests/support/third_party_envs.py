@@ -18,7 +18,7 @@ class Corridor(gymnasium.Env[int, int]):
         self.render_mode = render_mode
         self.cell = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.cell = 0
         return self.cell, {}
@@ -47,9 +47,7 @@ class Jug(gymnasium.Env[dict[str, Any], int]):
     observation_space = Dict({"level": Discrete(4), "jar": Box(0, 9, (2,), np.int64)})
     action_space = Discrete(2)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.level = 0
         return self._seen(), {}
@@ -68,7 +66,7 @@ class Echo(gymnasium.Env[str, str]):
     observation_space = Text(20, charset="say it")
     action_space = Text(20, charset="it")
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return "say it", {}
 
