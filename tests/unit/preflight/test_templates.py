@@ -1,6 +1,5 @@
 """What a run says of its chat template before it starts, under the templates of published models."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,13 +11,13 @@ from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
 from roll.configs.offline import SFTConfig
 from roll.configs.pipeline import PipelineConfig
-from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.template_check import date_in_prompts
 from roll.data.templates import ChatTemplate
 from roll.preflight.templates import check_dialect, describe_template
 from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.support.configs import problems_of
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "config"
 MUTE = (  # tells of tools and calls them in a notation of its own
@@ -35,11 +34,14 @@ def load(name: str, *overrides: str) -> PipelineConfig:
     return load_composed(kind, name, compose_config(name, SHIPPED, list(overrides)), checks)
 
 
+def save_family(folder: Path, family: str) -> None:
+    family_tokenizer(family).save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+
+
 def with_tools(folder: Path, family: str, *overrides: str, template: str | None = None) -> PipelineConfig:
     """A run with tools of a model of that family."""
-    tokenizer = family_tokenizer(family)
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    save_family(folder, family)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return load("rlvr_tools", f"pretrain={folder}", "actor_train.data_args.template=native", *overrides)
@@ -51,9 +53,7 @@ def test_auto_is_the_dialect_that_the_template_speaks(family):
 
 
 def test_a_template_whose_dialect_nobody_knows_asks_for_one(tmp_path):
-    with pytest.raises(ConfigErrors) as raised:
-        with_tools(tmp_path, "qwen2_5", "tools.dialect=auto", template=MUTE)
-    (problem,) = raised.value.problems
+    (problem,) = problems_of(with_tools, tmp_path, "qwen2_5", "tools.dialect=auto", template=MUTE).values()
     assert problem.path == "tools.dialect" and "one of deepseek, glm, harmony" in problem.expected
     assert "no known dialect reads a call as the template writes it: '!look_up" in problem.hint
     renderer = ChatRenderer(family_tokenizer("qwen2_5"), MUTE)
@@ -71,15 +71,12 @@ MORE = "; roll template check shows more"
     [
         ("qwen2_5", "auto", ["append-only, speaks the tool dialect hermes"]),
         ("glm4_5", "auto", [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}"]),
-        ("glm4_5", "hermes",
-         [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
+        ("glm4_5", "hermes", [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
           "warning: tools.dialect: got hermes, expected glm, the dialect of the chat template"]),
-        ("mistral_nemo", "mistral",
-         ["rewrites the history of answers, tool calls, answers after tools, drops-system, "
+        ("mistral_nemo", "mistral", ["rewrites the history of answers, tool calls, answers after tools, drops-system, "
           f"drops-words-before-calls, speaks the tool dialect mistral{MORE}"]),
         ("gemma3", "hermes", ["append-only, speaks the tool dialect hermes"]),
-        ("gemma3", "glm",
-         ["append-only, speaks the tool dialect hermes",
+        ("gemma3", "glm", ["append-only, speaks the tool dialect hermes",
           "warning: tools.dialect: got glm, expected hermes, the dialect of the chat template"]),
     ],
 )  # fmt: skip
@@ -89,11 +86,11 @@ def test_runs_with_tools_say_what_their_template_does(family, dialect, lines, tm
 
 
 def test_runs_whose_conversations_grow_say_what_their_template_does_and_others_nothing():
-    assert describe_template(load("rlvr_math")) == describe_template(load("sft_math")) == []
-    assert describe_template(load("agentic_sokoban")) == []
+    for name in ("rlvr_math", "sft_math", "agentic_sokoban"):
+        assert describe_template(load(name)) == []
     traj = load("agentic_sokoban", "custom_envs.SimpleSokoban.env_manager_cls=traj")
-    assert describe_template(traj) == ["chat template: append-only, speaks the tool dialect hermes"]
-    assert describe_template(load("rlvr_tools")) == ["chat template: append-only, speaks the tool dialect hermes"]
+    told = ["chat template: append-only, speaks the tool dialect hermes"]
+    assert describe_template(traj) == describe_template(load("rlvr_tools")) == told
 
 
 @pytest.mark.parametrize(
@@ -106,8 +103,7 @@ def test_runs_whose_conversations_grow_say_what_their_template_does_and_others_n
     ],
 )
 def test_every_run_is_warned_of_a_date_in_its_prompts(family, remedy, tmp_path):
-    family_tokenizer(family).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    save_family(tmp_path, family)
     words = (f"pretrain={tmp_path}", "actor_train.data_args.template=native")
     found = describe_template(load("rlvr_math", *words))
     assert not found if remedy is None else re.match(f"warning: actor_train.data_args.template: {remedy}", *found)
