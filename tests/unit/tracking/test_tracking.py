@@ -89,14 +89,22 @@ def test_tensorboard_shows_the_configuration_without_its_secrets(run):
     assert b"hunter2" not in text
 
 
-def test_stdout_writes_one_plain_line_a_step_and_options_are_flat_or_keyed_by_name(run, capsys):
+def test_stdout_writes_one_plain_line_a_step(run, capsys):
     MultiTracker("stdout", None, TrackerContext(run)).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
     assert capsys.readouterr().out == "step=3 actor/loss=1e-07 rollout/reward=0.25\n"
-    assert tracker_options("tensorboard", {"log_dir": "x"}) == {"tensorboard": {"log_dir": "x"}}
-    assert tracker_options(["tensorboard"], {"tensorboard": {"log_dir": "x"}}) == {"tensorboard": {"log_dir": "x"}}
-    both = tracker_options(["stdout", "wandb"], {"wandb": {"project": "p"}})
-    assert both == {"stdout": {}, "wandb": {"project": "p"}}
+
+
+def test_options_are_flat_or_keyed_by_name_and_those_that_fit_their_types_pass():
     assert tracker_options([], None) == {}
+    keyed = {"tensorboard": {"log_dir": "x"}}
+    assert tracker_options("tensorboard", keyed["tensorboard"]) == tracker_options(["tensorboard"], keyed) == keyed
+    assert tracker_options(["stdout", "wandb"], {"wandb": {"project": "p"}}) == {
+        "stdout": {},
+        "wandb": {"project": "p"},
+    }
+    tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
+    tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
+    tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
 
 
 def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, capsys):
@@ -110,6 +118,13 @@ def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, ca
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+UNFIT = [
+    *(("tensorboard", "flush_secs", "x"), ("tensorboard", "flush_secs", True), ("tensorboard", "log_dir", 3)),
+    *(("wandb", "tags", 5), ("wandb", "mode", "sometimes"), ("mlflow", "tags", ["a"])),
+    ("trackio", "gpu_log_interval", [1]),
+]
+
+
 @pytest.mark.parametrize(
     ("names", "kwargs", "message"),
     [
@@ -119,25 +134,13 @@ def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, ca
         (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb: this tracker is not in track_with"),
         (["wandb"], {"wandb": 3}, "tracker_kwargs.wandb: got 3, expected a mapping"),
         # values are those that the tracker declares
-        ("tensorboard", {"flush_secs": "x"}, "tracker_kwargs: tensorboard.flush_secs is "),
-        ("tensorboard", {"flush_secs": True}, "tracker_kwargs: tensorboard.flush_secs is "),
-        ("tensorboard", {"log_dir": 3}, "tracker_kwargs: tensorboard.log_dir is "),
-        ("wandb", {"tags": 5}, "tracker_kwargs: wandb.tags is "),
-        ("wandb", {"mode": "sometimes"}, "tracker_kwargs: wandb.mode is "),
-        ("mlflow", {"tags": ["a"]}, "tracker_kwargs: mlflow.tags is "),
-        ("trackio", {"gpu_log_interval": [1]}, "tracker_kwargs: trackio.gpu_log_interval is "),
+        *((name, {key: value}, f"tracker_kwargs: {name}.{key} is ") for name, key, value in UNFIT),
     ],
 )
 def test_wrong_options_are_clear_errors(names, kwargs, message):
     with pytest.raises(ValueError) as caught:
         tracker_options(names, kwargs)
     assert message in str(caught.value)
-
-
-def test_values_that_fit_an_options_type_pass():
-    tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
-    tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
-    tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
 
 
 def test_an_unknown_tracker_suggests_the_near_name():
@@ -313,8 +316,7 @@ def play(display: Display) -> None:
 
 def test_off_a_terminal_there_are_plain_lines_only():
     stream = io.StringIO()
-    display = Display(stream=stream)
-    play(display)
+    play(Display(stream=stream))
     text = stream.getvalue()
     assert "\x1b" not in text and "\r" not in text
     lines = text.splitlines()
@@ -432,33 +434,30 @@ def test_the_time_left_counts_the_last_evaluation_and_the_checkpoints(monkeypatc
     assert left == ["1m 05s", "40s", "42s", "7s"]
 
 
-def success(before: float | None, after: float | None, size: int | None) -> dict[str, Any]:
-    """A summary's evaluations of answers."""
-    shares = {"before": before, "after": after}
-    sizes = {} if size is None else {"episodes": size}
-    return {"eval": {name: {"success": share, **sizes} for name, share in shares.items() if share is not None}}
-
-
 def measured(*evaluations: dict[str, float]) -> dict[str, Any]:
-    """A summary's evaluations of what a pipeline itself measures."""
+    """A summary's evaluations: after training, or before and after it."""
     return {"eval": dict(zip(("after",) if len(evaluations) == 1 else ("before", "after"), evaluations, strict=True))}
+
+
+def success(before: float, after: float, **size: int) -> dict[str, Any]:
+    return measured({"success": before, **size}, {"success": after, **size})
 
 
 @pytest.mark.parametrize(
     ("summary", "words"),
     [
-        (success(0.284, 0.792, 512) | {"status": "completed", "steps": 40, "wall_s": 312.4},
+        (success(0.284, 0.792, episodes=512) | {"status": "completed", "steps": 40, "wall_s": 312.4},
          "Learned: success 28.4% → 79.2% (+50.8 points, 95% interval +45.3 to +55.8) on 512 held-out episodes in 40 "
          "steps, 5m 12s; see FOLDER"),
-        (success(0.30, 0.38, 560), "Learned: success 30.0% → 38.0%"),
+        (success(0.30, 0.38, episodes=560), "Learned: success 30.0% → 38.0%"),
         # what is within noise is not called learning
-        (success(0.30, 0.32, 560),
+        (success(0.30, 0.32, episodes=560),
          "No change beyond noise: success 30.0% → 32.0% (+2.0 points, 95% interval -3.4 to +7.4)"),
-        (success(0.30, 0.22, 560),
+        (success(0.30, 0.22, episodes=560),
          "Worse than before: success 30.0% → 22.0% (-8.0 points, 95% interval -13.1 to -2.9)"),
-        (success(0.0, 0.25, 8), "No change beyond noise: success 0.0% → 25.0% (+25.0 points"),
-        (success(0.5, 0.4, None), "No change beyond noise: success 50.0% → 40.0% (-10.0 points); see FOLDER"),
-        (success(0.3, None, None) | {"status": "interrupted", "steps": 3},
+        (success(0.0, 0.25, episodes=8), "No change beyond noise: success 0.0% → 25.0% (+25.0 points"),
+        (success(0.5, 0.4), "No change beyond noise: success 50.0% → 40.0% (-10.0 points); see FOLDER"),
+        ({"eval": {"before": {"success": 0.3}}, "status": "interrupted", "steps": 3},
          "Interrupted. Not evaluated after training; success before was 30.0% in 3 steps"),
         ({}, "No evaluation; "),
         ({"status": "completed", "learned": "learned: 96% attained",
@@ -508,8 +507,7 @@ def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monke
 def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path):
     for number in range(3):
         run = RunFolder(tmp_path, "demo")
-        aside = run.claim(fresh=True)
-        assert aside == (tmp_path / f"demo.{number}" if number else None)
+        assert run.claim(fresh=True) == (tmp_path / f"demo.{number}" if number else None)
         assert not run.metrics_path.exists()
         run.log_metrics(number, {"rollout/success": 0.5})
         run.write_summary({"status": "completed"})
