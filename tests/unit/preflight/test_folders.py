@@ -1,4 +1,4 @@
-"""Folders of models whose tensors, tokens or layers do not fit are refused before anything starts."""
+"""Folders of models whose tensors, tokens, layers or family do not fit are refused or named before anything starts."""
 
 import json
 import shutil
@@ -12,11 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from roll.configs import SHIPPED
+from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
 from roll.configs.loader import load_composed, validate
 from roll.configs.offline import SFTConfig
 from roll.configs.preference import RewardTrainingConfig
+from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.lora import LoraSpec, write_adapter_config
@@ -24,9 +26,10 @@ from roll.models.tiny import make_tokenizer
 from roll.models.weight_files import INDEX
 from roll.pipeline.start import check_rows
 from roll.preflight.choices import CHECKS
-from roll.preflight.models import check_formats, check_low_precision, check_tokenizer, describe_adapter
-from tests.support.configs import problems_of
+from roll.preflight.models import check_formats, check_low_precision, check_tokenizer, describe_adapter, untried_models
+from tests.support.configs import problems_of, words_of
 from tests.support.sizes import sizes
+from tests.unit.preflight.test_wrong_choices import VALUES
 
 ROWS = len(make_tokenizer())
 SIZES: dict[str, Any] = {**sizes(ROWS, 16, 24, 2, 2, 1), "tie_word_embeddings": True}
@@ -241,3 +244,41 @@ def test_a_generator_that_loads_fp8_by_itself_cannot_take_trained_weights(folder
     found = [problem.expected for problem in check_low_precision(made)]
     assert len(found) == (generator != "hf_infer" and not lora)
     assert all(f"such as `roll export {folder} -o DIR` makes of it" in expected for expected in found)
+
+
+# Families that nobody has compared, or that a kernel or a length would compute wrong
+
+SMALL = {**sizes(160, 64, 96, 2, 4, 2), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **FACTORS}
+
+
+def run_of(folder: Path, model: Any, **actor: Any) -> AgenticConfig:
+    if not folder.exists():
+        transformers.AutoModelForCausalLM.from_config(model).save_pretrained(folder)
+    generator = {"strategy_args": {"strategy_name": "vllm"}, "device_mapping": [0]}
+    train = {**VALUES["actor_train"], "model_args": actor}
+    roles = {"actor_infer": generator, "actor_train": train, "reference": train}
+    return validate(AgenticConfig, {**VALUES, "pretrain": str(folder), **roles}, CHECKS[AgenticConfig])
+
+
+def test_a_family_that_nobody_has_compared_is_named_once(tmp_path):
+    (line,) = untried_models(
+        run_of(tmp_path / "mpt", transformers.MptConfig(vocab_size=160, d_model=64, n_heads=4, n_layers=2))
+    )
+    assert line.startswith("no test has compared these with plain Transformers: mpt in ") and "docs/models.md" in line
+    assert line.count("fsdp2_train") == line.count("vllm") == 1
+    assert untried_models(run_of(tmp_path / "qwen2", transformers.Qwen2Config(**SMALL))) == []
+
+
+def test_a_kernel_that_leaves_out_a_cap_is_refused(tmp_path):
+    model = transformers.Gemma2Config(**SMALL, head_dim=16)
+    run_of(tmp_path / "gemma2", model)
+    found = words_of(run_of, tmp_path / "gemma2", model, attn_implementation="sdpa")
+    assert "gemma2 caps attention scores at 50.0" in found["actor_train.model_args.attn_implementation"]
+
+
+def test_a_length_at_which_rotary_frequencies_change_is_refused(tmp_path):
+    model = transformers.Phi3Config(**SMALL, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    with pytest.raises(ConfigErrors, match=r"sequence_length: got 128, expected at most 64: a longer row"):
+        run_of(tmp_path / "phi3", model)
