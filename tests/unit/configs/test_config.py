@@ -5,7 +5,9 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.configs import SHIPPED
-from roll.configs.agentic import AgenticConfig
+from roll.configs.agentic import JUDGE_CLUSTER, AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.configs.engines.megatron import MegatronConfig
-from roll.configs.env import EnvManagerConfig
+from roll.configs.env import EnvManagerConfig, Mixture
 from roll.configs.loader import load_config
 from roll.configs.offline import SFTConfig
 from roll.configs.preference import DPOConfig
@@ -25,9 +27,13 @@ from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import leaf_paths
 from roll.configs.worker import GeneratingArguments, WorkerConfig, parse_device_mapping
+from roll.extras.importers.convert import convert
+from roll.extras.importers.draft import Kind
+from roll.extras.plan.plan import hosted_models
 from roll.pipeline.cli import report
 from roll.preflight.choices import CHECKS, describe_placement
-from tests.support.configs import problems_of
+from roll.preflight.models import trusted_code
+from tests.support.configs import problems_of, words_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "config"
 RATE = "actor_train.training_args.learning_rate"
@@ -490,6 +496,31 @@ def test_groups_are_spread_evenly_and_workers_hold_them_all(groups, per_worker):
     assert manager.num_workers == manager.worker_config().num_workers == workers
 
 
+WEIGHTS = st.lists(st.one_of(st.integers(1, 50), st.floats(0.01, 9.0)), min_size=1, max_size=6)
+
+
+@given(weights=WEIGHTS, seed=st.integers(0, 9))
+def test_each_share_is_right_to_within_one_at_every_length(weights, seed):
+    mixture, total, counts = Mixture(weights, seed), sum(map(Fraction, map(str, weights))), Counter[int]()
+    for length in range(1, 80):
+        counts[mixture[length - 1]] += 1
+        assert all(abs(counts[k] - length * Fraction(str(w)) / total) < 1 for k, w in enumerate(weights))
+
+
+def test_whole_rounds_are_exact_and_the_order_depends_on_the_seed_alone():
+    mixture = Mixture([0.7, 0.1, 0.2])
+    for start in range(0, 300, 10):
+        assert Counter(mixture[start + n] for n in range(10)) == {0: 7, 1: 1, 2: 2}
+
+    def order(seed: int) -> list[int]:
+        mixture = Mixture([1, 1, 1], seed)
+        return [mixture[n] for n in range(30)]
+
+    backwards = Mixture([1, 1, 1], 5)
+    assert order(5) == order(5) == [backwards[n] for n in reversed(range(30))][::-1]
+    assert len({tuple(order(seed)) for seed in range(6)}) > 1
+
+
 def test_weights_spread_groups_and_sampling_arguments_fall_back_to_the_actors(load):
     config = load("val_env_manager.tag_weights=[3,1]")
     assert config.val_env_manager.groups_per_tag == {"Lake": 6, "Boxes": 2}
@@ -788,3 +819,69 @@ def test_no_text_does_anything_but_parse_or_raise_a_value_error(text):
     except ValueError:
         return
     assert devices and all(type(device) is int and device >= 0 for device in devices)
+
+
+# The section ``judge``: who asks, which devices it may have, and what of ROLL's cluster ``reward`` it becomes
+
+ASKING = "Lake: {env_type: 'tests.support.judged_env:JudgedEnv', env_manager_cls: traj}"
+JUDGED = MINIMAL.replace("Lake: {env_type: frozen_lake, env_manager_cls: traj}", ASKING).replace("tiny", "some/model")
+ROLL_RUN = Path(__file__).parents[1] / "extras" / "importers" / "files" / "roll" / "run" / "agentic.yaml"
+
+
+@pytest.fixture
+def judged(load):
+    """Loads MINIMAL with an environment that asks, with overrides."""
+    return partial(load, text=JUDGED)
+
+
+def test_it_is_a_cluster_of_its_own_and_a_model_that_counts(judged):
+    words = "judge={model: some/judge, device_mapping: [0, 1], num_gpus_per_worker: 2, max_tokens: 9}"
+    trust = "judge.engine.model_args.trust_remote_code=true"
+    config = judged(words, trust)
+    assert config.clusters[JUDGE_CLUSTER].num_workers == 1 and config.key_of(JUDGE_CLUSTER) == "judge"
+    assert config.models["judge.model"] == "some/judge"
+    assert any("judge.engine.model_args.trust_remote_code" in line for line in trusted_code(config))
+    (hosted,) = hosted_models(config)
+    assert (hosted.cluster, hosted.key, hosted.model) == (JUDGE_CLUSTER, "judge.model", "some/judge")
+    assert hosted.judge is config.judge and hosted.worker.num_gpus_per_worker == 2
+
+
+def test_who_asks_has_a_judge_and_a_judge_is_asked(judged, load):
+    assert "the model that Lake (tests.support.judged_env:JudgedEnv) asks" in words_of(judged)["judge"]
+    assert "no environment calls a model" in words_of(load, "judge={model: some/judge}")["judge"]
+
+
+def test_everything_wrong_is_told_at_once(judged, tmp_path):
+    trainer = "judge.engine.strategy_args.strategy_name=fsdp2_train"
+    given = "judge={model: ./absent, max_tokens: 20, engine: {max_length: 20}}"
+    found = words_of(judged, given, "judge.device_mapping=[0,1,9]", "judge.num_gpus_per_worker=2", trainer)
+    expected = {
+        "judge.model": "there is nothing at this path",
+        "judge.max_tokens": "less than engine.max_length = 20",
+        "judge.num_gpus_per_worker": "a divisor of 3",
+        "judge.engine.strategy_args.strategy_name": "an engine that generates",
+    }
+    assert {key: words for key, words in expected.items() if words not in found.get(key, "")} == {}, found
+    assert "ids from 0" in words_of(judged, "judge={model: a/b, device_mapping: [99]}")["judge.device_mapping"]
+    (tmp_path / "blind").mkdir()
+    (tmp_path / "blind" / "config.json").write_text('{"model_type": "llama"}')
+    blind = words_of(judged, f"judge={{model: {tmp_path / 'blind'}, pictures: true}}")
+    assert "blind takes no pictures" in blind["judge.pictures"]
+    beside = words_of(judged, "judge={model: a/b, device_mapping: [1]}", "async_generation_ratio=1")
+    assert "devices of no role that trains or computes log-probs" in beside["judge.device_mapping"]
+
+
+def test_the_cluster_reward_of_roll_becomes_it():
+    engine = "strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.5}}"
+    words = "model_args: {model_name_or_path: some/judge, dtype: bf16}, generating_args: {max_new_tokens: 99, top_p: 1}"
+    reward = f"+reward={{{words}, {engine}, device_mapping: 'list(range(0,2))', llm_proxy: {{proxy_type: policy}}}}"
+    imported = convert("roll", [ROLL_RUN], [reward, "+train_env_manager.llm_proxy={proxy_type: policy}"])
+    assert imported.schema is AgenticConfig
+    outcomes = {outcome.key: outcome.kind for outcome in imported.outcomes if "llm_proxy" in outcome.key}
+    assert set(outcomes.values()) == {Kind.DROPPED} and len(outcomes) == 2
+    for told in ("model: some/judge", "max_tokens: 99", "strategy_name: vllm", "dtype: bf16"):
+        assert told in imported.text
+    assert any(outcome.kind is Kind.TO_DO and "asks = True" in outcome.note for outcome in imported.outcomes)
+    other = convert("roll", [ROLL_RUN], ["+train_env_manager.llm_proxy={proxy_type: openai}"])
+    told = {outcome.key for outcome in other.outcomes if outcome.kind is Kind.IMPOSSIBLE}
+    assert "train_env_manager.llm_proxy.proxy_type" in told
