@@ -59,12 +59,8 @@ Problems = Callable[..., dict[str, str]]
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """Loads MINIMAL with overrides."""
-
-    def _load(*overrides: str) -> RLVRConfig:
-        (tmp_path / "mine.yaml").write_text(MINIMAL)
-        return load_config(RLVRConfig, "mine", tmp_path, overrides, CHECKS[RLVRConfig])
-
-    return _load
+    (tmp_path / "mine.yaml").write_text(MINIMAL)
+    return lambda *overrides: load_config(RLVRConfig, "mine", tmp_path, overrides, CHECKS[RLVRConfig])
 
 
 @pytest.fixture
@@ -171,24 +167,21 @@ def test_domains_clusters_and_sampling_follow_from_the_sections(load):
     assert config.domains == {"gsm8k": "maths", "aime": "maths", "mmlu": "choice"}
     assert config.samples_per_step == 64 and config.optimizer_steps_per_epoch == 2
     assert config.total_optimizer_steps == 20
-    assert (config.train_sampling.max_new_tokens, config.train_sampling.temperature) == (50, 1.0)
-    assert (config.val_sampling.max_new_tokens, config.val_sampling.temperature) == (50, 0.2)
-    assert config.num_val_samples == 3
+    sampling = [(each.max_new_tokens, each.temperature) for each in (config.train_sampling, config.val_sampling)]
+    assert sampling == [(50, 1.0), (50, 0.2)] and config.num_val_samples == 3
     assert isinstance(config.clusters["rollout"], WorkerConfig)
     sizes = {request.name: request.world_size for request in role_requests(config)}
     assert sizes == {"actor_train": 2, "actor_infer": 1, "rollout": 2, "reward_maths": 1, "reward_choice": 3}
-    assert [config.key_of(name) for name in sizes] == [
-        *("actor_train", "actor_infer", "rollout_workers", "rewards.maths", "rewards.choice")
-    ]
+    keys = ["actor_train", "actor_infer", "rollout_workers", "rewards.maths", "rewards.choice"]
+    assert [config.key_of(name) for name in sizes] == keys
 
 
 def test_held_out_data_has_the_columns_and_the_sampling_of_training_with_one_answer(load):
     config = load("actor_infer.generating_args={temperature: 0.6, num_return_sequences: 4, max_new_tokens: 20}")
     assert (config.val_sampling.temperature, config.val_sampling.max_new_tokens) == (0.6, 20)
     assert config.num_val_samples == 1
-    config = load("~validation.data_args.prompt", "actor_train.data_args.response=answer")
-    assert config.validation is not None
-    assert (config.validation.data_args.prompt, config.validation.data_args.response) == ("question", "answer")
+    data = load("~validation.data_args.prompt", "actor_train.data_args.response=answer").validation.data_args
+    assert (data.prompt, data.response) == ("question", "answer")
 
 
 def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
@@ -234,7 +227,7 @@ def test_agent_programs_that_cannot_be_run_are_refused(problems, section, key, t
 
 def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once(load, problems):
     agent = load("agent={command: [python, agent.py], env: {COLOUR: blue}, max_calls: 3}").agent
-    assert agent is not None and agent.command == ["python", "agent.py"] and agent.reward == "task"
+    assert (agent.command, agent.reward) == (["python", "agent.py"], "task")
     found = problems("agent={timeout: 0, cwd: /no/where, verify: [judge], dialect: hermez, sandbox: {processes: 0}}")
     wrong = {"timeout", "sandbox.processes", "command", "cwd", "verify", "dialect"}
     assert found.keys() == {f"agent.{key}" for key in wrong}
