@@ -149,9 +149,8 @@ def test_what_is_wrong_is_told_with_its_key(problems, overrides, key, message):
 
 
 def test_all_mistakes_are_told_at_once_and_none_hides_another(problems):
-    found = problems(
-        f"{VERIFIER}=[{{name: nope}}]", f"{TRAIN}.file_name=null", "adv_estimator=gigpo", "rewards.choice.timeout=-1"
-    )
+    scorer = (f"{VERIFIER}=[{{name: nope}}]", "rewards.choice.timeout=-1")
+    found = problems(*scorer, f"{TRAIN}.file_name=null", "adv_estimator=gigpo")
     assert set(found) == {f"{VERIFIER}.0.name", f"{TRAIN}.file_name", "adv_estimator", "rewards.choice.timeout"}
     found = problems(f"{SAMPLING}.temperature=0", f"{SAMPLING}.top_p=2")
     assert found.keys() == {f"{SAMPLING}.temperature", f"{SAMPLING}.top_p"}
@@ -323,13 +322,9 @@ def test_what_the_document_shows_is_valid_in_an_empty_folder(tmp_path, monkeypat
 
 
 def test_wrong_tools_are_told_at_once():
-    wrong = (
-        "calculator.tool=calculater",
-        "calculator.tags=[prodcts]",
-        "two.words={tool: calculator}",
-        "find.tool=search",
-    )
-    found = problems_of("rlvr_tools", "tools.dialect=hermess", *(f"+tools.use.{word}" for word in wrong))
+    wrong = ("calculator.tool=calculater", "calculator.tags=[prodcts]", "two.words={tool: calculator}")
+    words = (f"+tools.use.{word}" for word in (*wrong, "find.tool=search"))
+    found = problems_of("rlvr_tools", "tools.dialect=hermess", *words)
     assert "Did you mean 'hermes'?" in found["tools.dialect"]
     assert "Did you mean 'calculator'?" in found["tools.use.calculator.tool"]
     assert "did you mean products?" in found["tools.use.calculator.tags"]

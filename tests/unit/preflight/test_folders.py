@@ -263,9 +263,8 @@ def run_of(folder: Path, model: Any, **actor: Any) -> AgenticConfig:
 
 
 def test_a_family_that_nobody_has_compared_is_named_once(tmp_path):
-    (line,) = untried_models(
-        run_of(tmp_path / "mpt", transformers.MptConfig(vocab_size=160, d_model=64, n_heads=4, n_layers=2))
-    )
+    model = transformers.MptConfig(vocab_size=160, d_model=64, n_heads=4, n_layers=2)
+    (line,) = untried_models(run_of(tmp_path / "mpt", model))
     assert line.startswith("no test has compared these with plain Transformers: mpt in ") and "docs/models.md" in line
     assert line.count("fsdp2_train") == line.count("vllm") == 1
     assert untried_models(run_of(tmp_path / "qwen2", transformers.Qwen2Config(**SMALL))) == []

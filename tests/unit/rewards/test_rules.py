@@ -317,10 +317,8 @@ def half_marks(data_sources, solution_strs, ground_truths, extra_infos, worth=1.
     if "cut" in solution_strs:
         return [worth]
     own = [worth * (said == true) for said, true in zip(solution_strs, ground_truths, strict=True)]
-    return [
-        {"score": each, "others": len(own) - 1} if info.get("told") else each
-        for each, info in zip(own, extra_infos, strict=True)
-    ]
+    others = {"others": len(own) - 1}
+    return [others | {"score": each} if info.get("told") else each for each, info in zip(own, extra_infos, strict=True)]
 
 
 def test_a_function_of_lists_judges_all_at_once():
@@ -495,6 +493,8 @@ def test_every_kind_is_tested_and_a_blank_response_fulfils_none():
     assert {case[0]["kind"] for case in CASES} == set(CONSTRAINTS)
     for constraint, _, _ in CASES:
         assert verify(" \n", constraint).score == 0.0, constraint
+    huge_and_strange = verify("Word. " * 200_000 + "\ud800\x00", *(case[0] for case in CASES))
+    assert 0 <= huge_and_strange.score <= 1
 
 
 def test_the_score_is_the_share_or_all_or_nothing():
@@ -549,11 +549,6 @@ def test_args_are_checked_at_start():
         InstructionVerifier(config)
 
 
-def test_huge_and_strange_texts():
-    verdict = verify("Word. " * 200_000 + "\ud800\x00", *(case[0] for case in CASES))
-    assert 0 <= verdict.score <= 1
-
-
 DOMAINS = {
     "maths": ("math", {}),
     "boxed": ("math", {"strict_boxed": True}),
@@ -576,10 +571,8 @@ def problems(rows: list[tuple[str, object]], **extra: object) -> dict[str, str]:
         for name, (verifier, args) in DOMAINS.items()
     }
     told: list[str] = []
-    prompts = [
-        (f"f:{i}", Prompt(str(i), tag, ({"role": "user", "content": "?"},), truth, extra))
-        for i, (tag, truth) in enumerate(rows)
-    ]
+    asked = ({"role": "user", "content": "?"},)
+    prompts = [(f"f:{i}", Prompt(str(i), tag, asked, truth, extra)) for i, (tag, truth) in enumerate(rows)]
     found = dict(References(rewards, 30.0, told.append)(prompts))
     assert not told
     return found

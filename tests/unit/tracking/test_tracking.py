@@ -89,10 +89,8 @@ def test_options_are_flat_or_keyed_by_name_and_those_that_fit_their_types_pass()
     assert tracker_options([], None) == {}
     keyed = {"tensorboard": {"log_dir": "x"}}
     assert tracker_options("tensorboard", keyed["tensorboard"]) == tracker_options(["tensorboard"], keyed) == keyed
-    assert tracker_options(["stdout", "wandb"], {"wandb": {"project": "p"}}) == {
-        "stdout": {},
-        "wandb": {"project": "p"},
-    }
+    both = tracker_options(["stdout", "wandb"], {"wandb": {"project": "p"}})
+    assert both == {"stdout": {}, "wandb": {"project": "p"}}
     tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
     tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
     tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
