@@ -82,8 +82,8 @@ def test_a_batch_that_is_as_large_on_other_devices_is_the_same(name="sft_math"):
 def test_what_the_draws_of_a_step_follow_from_is_refused(name, key, value):
     config = loaded(name)
     other = config.model_copy(deep=True)
-    section, _, last = key.rpartition(".")
-    setattr(functools.reduce(getattr, section.split("."), other) if section else other, last, value)
+    *sections, last = key.split(".")
+    setattr(functools.reduce(getattr, sections, other), last, value)
     ((change,), told) = compare(record(config), record(other), SCHEMAS[name])
     problem = change.refused()
     assert (problem.path, problem.got, told) == (key, value, [])

@@ -1,7 +1,8 @@
-"""Data and models that a configuration names: what ``roll validate`` finds in them, and how long it takes."""
+"""Data, models and chat templates that a configuration names: what a run says of them before it starts."""
 
 import http.server
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,26 +13,38 @@ import pytest
 from PIL import Image
 
 from roll.__main__ import main
+from roll.agentic.tools.dialects import dialect_for
 from roll.configs import SHIPPED
-from roll.configs.compose import compose_config
-from roll.configs.loader import load_composed
+from roll.configs.agentic import AgenticConfig
+from roll.configs.loader import load_config
 from roll.configs.offline import SFTConfig
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.preference import DPOConfig, RewardTrainingConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.files import DataError
+from roll.data.renderer import ChatRenderer
+from roll.data.template_check import date_in_prompts
+from roll.data.templates import ChatTemplate
 from roll.pipeline.offline.dpo import _load as load_pairs
 from roll.pipeline.offline.pipeline import load_datasets, load_sft_data
 from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine
 from roll.preflight.models import pictures_refused
-from roll.preflight.templates import policy_renderer
+from roll.preflight.templates import check_dialect, describe_template, policy_renderer
+from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.support.configs import problems_of
 from tests.support.picture_models import make_processor
 
 Load = Callable[..., RLVRConfig]
 LOADERS = {"sft_math": load_sft_data, "dpo_math": load_pairs}
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
+MEGATRON = "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {context_parallel_size: 2}}"
 FILTER = "rewards.arithmetic.query_filter_config"
+
+
+def files_in(folder: Path) -> list[str]:
+    return [f"{TRAIN}.file_name={folder}/train.jsonl", f"{VAL}.file_name={folder}/val.jsonl", "data_generator=null"]
 
 
 @pytest.fixture
@@ -39,11 +52,8 @@ def load(tmp_path: Path) -> Load:
     """``rlvr_math`` on files of one's own."""
 
     def _load(*overrides: str) -> RLVRConfig:
-        files = (f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={tmp_path}/val.jsonl")
-        found = compose_config(
-            "rlvr_math", SHIPPED, ["data_generator=null", "warm_start.file_name=d.jsonl", *files, *overrides]
-        )
-        return load_composed(RLVRConfig, "rlvr_math", found)
+        words = (*files_in(tmp_path), "warm_start.file_name=d.jsonl", *overrides)
+        return load_config(RLVRConfig, "rlvr_math", SHIPPED, words)
 
     return _load
 
@@ -52,48 +62,41 @@ def write(path: Path, *rows: Any) -> None:
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
 
+def draw(folder: Path, *names: str) -> None:
+    for name in names:
+        Image.new("RGB", (28, 28)).save(folder / f"{name}.png")
+
+
 def row(**changes: Any) -> dict[str, Any]:
     return {"prompt": "1+1=", "solution": "2", "tag": "arithmetic"} | changes
 
 
 def test_rows_are_counted_and_absent_files_are_no_problem(load, tmp_path):
     write(tmp_path / "train.jsonl", row(), row(prompt="2+2="))
-    assert check_data(load()) == (
-        [f"data: {tmp_path}/train.jsonl: 2 rows (arithmetic 2)", f"data: {tmp_path}/val.jsonl: not there yet"],
-        [],
-    )
+    there = f"data: {tmp_path}/train.jsonl: 2 rows (arithmetic 2)"
+    assert check_data(load()) == ([there, f"data: {tmp_path}/val.jsonl: not there yet"], [])
 
 
-@pytest.mark.parametrize(
-    ("rows", "reason"),
-    [
-        ([row(), {"question": "1+1=", "solution": "2", "tag": "arithmetic"}], "train.jsonl:2: "),
-        ([row(), "{broken"], "train.jsonl:2: "),
-        ([row(), {"prompt": "1+1=", "solution": "2"}], "train.jsonl:2: "),
-        ([], "no rows"),
-    ],
-    ids=["missing column", "broken row", "no tag", "empty"],
-)
-def test_rows_that_the_run_would_refuse_are_problems(load, tmp_path, rows, reason):
-    write(tmp_path / "train.jsonl", *rows)
+def test_rows_that_the_run_would_refuse_are_problems(load, tmp_path):
     write(tmp_path / "val.jsonl", row())
-    _, (problem,) = check_data(load())
-    assert problem.path == "actor_train.data_args.file_name"
-    assert reason in problem.hint
+    unnamed, untagged = {"question": "1+1=", "solution": "2", "tag": "arithmetic"}, {"prompt": "1+1=", "solution": "2"}
+    for rows in ([row(), unnamed], [row(), "{broken"], [row(), untagged], []):
+        write(tmp_path / "train.jsonl", *rows)
+        _, (problem,) = check_data(load())
+        assert problem.path == f"{TRAIN}.file_name"
+        assert ("train.jsonl:2: " if rows else "no rows") in problem.hint
 
 
-@pytest.mark.parametrize("overflow", ["error", "drop"])
-def test_prompts_that_are_longer_than_the_run_takes_are_told(load, tmp_path, overflow):
+def test_prompts_that_are_longer_than_the_run_takes_are_told(load, tmp_path):
     write(tmp_path / "train.jsonl", row(), row(prompt="1+" * 30 + "1="))
     write(tmp_path / "val.jsonl", row(prompt="1+" * 40 + "1="))
-    lines, problems = check_data(load(f"{TRAIN}.prompt_overflow={overflow}", f"{VAL}.prompt_overflow=drop"))
-    said = " ".join([*lines, *map(str, problems)])
-    if overflow == "error":
-        assert "train.jsonl:2: " in said and "expected at most prompt_length = 32" in said and len(problems) == 2
-    else:
-        told = "prompts of more than prompt_length = 32 tokens are dropped: 1 row, the first"
-        assert f"{told} {tmp_path}/train.jsonl:2" in said and len(problems) == 1
-    assert "no prompts: all 1 have more than prompt_length = 32 tokens, the longest" in said
+    dropped = "prompts of more than prompt_length = 32 tokens are dropped: 1 row, the first"
+    refused = ["train.jsonl:2: ", "expected at most prompt_length = 32"]
+    for overflow, count, told in (("error", 2, refused), ("drop", 1, [f"{dropped} {tmp_path}/train.jsonl:2"])):
+        lines, problems = check_data(load(f"{TRAIN}.prompt_overflow={overflow}", f"{VAL}.prompt_overflow=drop"))
+        said = " ".join([*lines, *map(str, problems)])
+        empty = "no prompts: all 1 have more than prompt_length = 32 tokens, the longest"
+        assert len(problems) == count and all(words in said for words in (*told, empty))
 
 
 def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load, tmp_path):
@@ -110,25 +113,22 @@ def test_only_the_head_of_each_file_is_read_and_equal_problems_are_counted(load,
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("seed=7", "1 pictures, but the model has no processor for them"),
-        (
-            "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {context_parallel_size: 2}}",
-            "1 pictures, but actor_train's megatron_train takes no pictures with context_parallel_size 2",
-        ),
-        ("agent={command: [x]}", "1 pictures, but agent is set"),
+        ("seed=7", "the model has no processor for them"),
+        (MEGATRON, "actor_train's megatron_train takes no pictures with context_parallel_size 2"),
+        ("agent={command: [x]}", "agent is set"),
     ],
 )
 def test_pictures_where_nobody_takes_them_are_problems_of_their_rows(load, tmp_path, override, reason):
     write(tmp_path / "train.jsonl", row(), row(prompt="<image>?", images=["a.png"]))
-    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    draw(tmp_path, "a")
     _, (problem,) = check_data(load(override))
-    assert f"train.jsonl:2: {reason}" in problem.hint
+    assert f"train.jsonl:2: 1 pictures, but {reason}" in problem.hint
     assert not check_data(load(override, f"{TRAIN}.image=null"))[1]
 
 
 def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, tmp_path):
     write(tmp_path / "train.jsonl", row(prompt="<image>?", images=["a.png"]))
-    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    draw(tmp_path, "a")
     config = make_processor(tmp_path / "model") / "config.json"
     assert not check_data(load(f"pretrain={tmp_path}/model"))[1]
     config.write_text(config.read_text().replace('"qwen3_vl"', '"qwen2_vl"'))
@@ -139,7 +139,9 @@ def test_families_that_were_not_compared_on_pictures_are_refused_by_name(load, t
     assert "actor_train's fsdp2_train was not compared on gemma3 with ulysses_size 2, but on" in problem.hint
 
 
-SEEING = "{judge_model_type: api, judge_model_name: x, pictures: true}"
+ALONE = "has not been compared with plain Transformers on videos"
+JUDGE = "{judge_model_type: api, judge_model_name: x, pictures: true}"
+SEEING = f"rewards.arithmetic.verifiers=[{{name: judge, args: {JUDGE}}}]"
 
 
 @pytest.mark.parametrize(
@@ -154,25 +156,20 @@ SEEING = "{judge_model_type: api, judge_model_name: x, pictures: true}"
         (
             "qwen3_vl",
             "actor_train.strategy_args.strategy_name=deepspeed_train",
-            "actor_train's deepspeed_train has not been compared with plain Transformers on videos",
+            f"actor_train's deepspeed_train {ALONE}",
         ),
-        (
-            "qwen3_vl",
-            "actor_infer.strategy_args.strategy_name=sglang",
-            "actor_infer's sglang has not been compared with plain Transformers on videos",
-        ),
+        ("qwen3_vl", "actor_infer.strategy_args.strategy_name=sglang", f"actor_infer's sglang {ALONE}"),
         ("qwen3_vl", "agent={command: [x], pictures: true}", "agent is set: programs get text and pictures"),
         (
             "qwen3_vl",
-            f"rewards.arithmetic.verifiers=[{{name: judge, args: {SEEING}}}]",
+            SEEING,
             "rewards.arithmetic has a verifier that sees pictures, which has not been compared on videos",
         ),
     ],
 )
 def test_videos_where_nobody_takes_them_are_problems_of_their_rows(load, tmp_path, family, override, reason):
     write(tmp_path / "train.jsonl", row(), row(prompt="<video>?", videos=[["a.png", "b.png"]]))
-    for name in ("a", "b"):
-        Image.new("RGB", (28, 28)).save(tmp_path / f"{name}.png")
+    draw(tmp_path, "a", "b")
     lengths = ("prompt_length=64", "sequence_length=112")
     keys = (f"pretrain={make_processor(tmp_path / 'model', family)}", override, *lengths)
     problems = check_data(load(*keys))[1]
@@ -196,9 +193,7 @@ def test_reward_models_that_see_are_trained_as_they_were_compared(tmp_path):
 
 def test_conversations_are_read_too(tmp_path, capsys):
     """``roll validate`` of a supervised run: a missing column, a broken row, an empty answer, a tag nobody scores."""
-    good = {"prompt": "1+1=", "response": "2", "solution": "2", "tag": "arithmetic"}
-    files = [f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={tmp_path}/val.jsonl"]
-    words = ["validate", "sft_math", "data_generator=null", *files]
+    good, words = row(response="2"), ["validate", "sft_math", *files_in(tmp_path)]
     write(tmp_path / "val.jsonl", good, good)
     write(tmp_path / "train.jsonl", good, {"prompt": "1+1="}, "{broken", {"prompt": "1+1=", "response": " "})
     assert main(words) == 2
@@ -217,12 +212,9 @@ def test_conversations_are_read_too(tmp_path, capsys):
 
 def test_what_the_chat_template_leaves_out_or_refuses_is_told(tmp_path, capsys):
     asked, thinks = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "reasoning": "one"}
-    good = {"prompt": "1+1=", "response": "2", "solution": "2", "tag": "arithmetic"}
     write(tmp_path / "train.jsonl", {"m": [asked, thinks], "when": "now"}, {"m": [thinks, asked, thinks]})
-    write(tmp_path / "val.jsonl", good)
-    files = [f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={tmp_path}/val.jsonl"]
-    columns = [f"{TRAIN}.prompt=null", f"{TRAIN}.messages=m"]
-    words = ["validate", "sft_math", "data_generator=null", *files, *columns]
+    write(tmp_path / "val.jsonl", row(response="2"))
+    words = ["validate", "sft_math", *files_in(tmp_path), f"{TRAIN}.prompt=null", f"{TRAIN}.messages=m"]
     assert main(words) == 0
     told = capsys.readouterr().out
     left_out = "the chat template drops reasoning_content of answers that are trained on: 2 rows, the first"
@@ -285,15 +277,14 @@ def test_a_hub_that_does_not_answer_does_not_hold_anything_up(load, hub, monkeyp
 def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(load, tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("")
     monkeypatch.chdir(tmp_path)
-    wrong = {
-        "taken": "taken is not a folder",
-        "taken/below": "taken is not a folder",
-        "/proc/x": "/proc is not writable",
-    }
-    for folder, hint in wrong.items():  # where even root cannot write
-        (problem,) = (each for each in check_machine(load(f"output_dir={folder}")) if each.path == "output_dir")
-        assert hint in problem.hint
-    assert not [each for each in check_machine(load("output_dir=new/er")) if each.path == "output_dir"]
+
+    def hints(folder: str) -> list[str]:
+        return [each.hint for each in check_machine(load(f"output_dir={folder}")) if each.path == "output_dir"]
+
+    for folder in ("taken", "taken/below"):
+        assert "taken is not a folder" in hints(folder)[0]
+    assert "/proc is not writable" in hints("/proc/x")[0], "where even root cannot write"
+    assert not hints("new/er")
 
 
 def test_rollouts_that_cannot_be_kept_or_are_not_there_are_told_before_the_run(load, tmp_path):
@@ -308,8 +299,8 @@ def test_rollouts_that_cannot_be_kept_or_are_not_there_are_told_before_the_run(l
 
 def test_what_a_run_reads_of_an_earlier_one_that_it_would_move_aside_is_told_before_the_run(load, tmp_path):
     model, schedule = tmp_path / "mine" / "checkpoints" / "checkpoint-2" / "actor_train", tmp_path / "mine" / "s.jsonl"
-    words = (f"output_dir={tmp_path}", f"pretrain={model}", f"replay_schedule={schedule}", "async_generation_ratio=1")
-    words = (*words, "train_infer_correction.is_weight.enabled=true", "exp_name=mine")
+    ahead = ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true", "exp_name=mine")
+    words = (f"output_dir={tmp_path}", f"pretrain={model}", f"replay_schedule={schedule}", *ahead)
 
     def told(*more: str) -> set[str]:
         return {each.path for each in check_machine(load(*words, *more)) if "moves aside" in each.expected}
@@ -356,12 +347,108 @@ def test_references_of_held_out_questions_are_tried_where_answers_to_them_are_sc
     answers = {"response": "2"} if name == "sft_math" else {"chosen": "2", "rejected": "3"}
     file = tmp_path / "val.jsonl"
     write(file, row(**answers), row(prompt="2+2=", solution="four", **answers), row(prompt="3+3=", **answers))
-    files = [f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={file}", "data_generator=null"]
-    found = compose_config(name, SHIPPED, [*files, *(["warm_start.file_name=d.jsonl"] if name == "dpo_math" else [])])
-    schema = SFTConfig if name == "sft_math" else DPOConfig
-    config = load_composed(schema, name, found)
+    schema, warm = (SFTConfig, []) if name == "sft_math" else (DPOConfig, ["warm_start.file_name=d.jsonl"])
+    config = load_config(schema, name, SHIPPED, [*files_in(tmp_path), *warm])
     _, [problem] = check_data(config)
     assert f"{file}:2: rewards.arithmetic.verifiers.0 (gsm8k)" in str(problem) and "got 'four'" in str(problem)
     assert f"{file}:1" not in str(problem) and f"{file}:3" not in str(problem)
     with pytest.raises(DataError, match=r"val\.jsonl:2: rewards\.arithmetic"):
         load_datasets(config.model_copy(update={"eval_only": True}), policy_renderer(config), LOADERS[name])
+
+
+# Chat templates of published models
+
+MUTE = (  # tells of tools and calls them in a notation of its own
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def shipped(name: str, *overrides: str) -> PipelineConfig:
+    kinds: dict[str, type[PipelineConfig]] = {"agentic": AgenticConfig, "sft": SFTConfig}
+    kind = kinds.get(name.partition("_")[0], RLVRConfig)
+    return load_config(kind, name, SHIPPED, overrides, () if kind is SFTConfig else (check_dialect,))
+
+
+def save_family(folder: Path, family: str) -> None:
+    family_tokenizer(family).save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+
+
+def with_tools(folder: Path, family: str, *overrides: str, template: str | None = None) -> PipelineConfig:
+    """A run with tools of a model of that family."""
+    save_family(folder, family)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return shipped("rlvr_tools", f"pretrain={folder}", "actor_train.data_args.template=native", *overrides)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_is_the_dialect_that_the_template_speaks(family):
+    assert dialect_for("auto", ChatRenderer(family_tokenizer(family))).name == (FAMILIES[family].dialect or "hermes")
+
+
+def test_a_template_whose_dialect_nobody_knows_asks_for_one(tmp_path):
+    (problem,) = problems_of(with_tools, tmp_path, "qwen2_5", "tools.dialect=auto", template=MUTE).values()
+    assert problem.path == "tools.dialect" and "one of deepseek, glm, harmony" in problem.expected
+    assert "no known dialect reads a call as the template writes it: '!look_up" in problem.hint
+    renderer = ChatRenderer(family_tokenizer("qwen2_5"), MUTE)
+    with pytest.raises(ValueError, match=r"tools.dialect: got auto, expected one of deepseek.* no known dialect reads"):
+        dialect_for("auto", renderer)
+    assert dialect_for("auto", renderer, default="hermes").name == "hermes"
+    assert with_tools(tmp_path, "qwen2_5", "tools.dialect=glm", template=MUTE).pretrain == str(tmp_path)
+
+
+MORE = "; roll template check shows more"
+
+
+@pytest.mark.parametrize(
+    ("family", "dialect", "lines"),
+    [
+        ("qwen2_5", "auto", ["append-only, speaks the tool dialect hermes"]),
+        ("glm4_5", "auto", [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}"]),
+        ("glm4_5", "hermes", [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
+          "warning: tools.dialect: got hermes, expected glm, the dialect of the chat template"]),
+        ("mistral_nemo", "mistral", ["rewrites the history of answers, tool calls, answers after tools, drops-system, "
+          f"drops-words-before-calls, speaks the tool dialect mistral{MORE}"]),
+        ("gemma3", "hermes", ["append-only, speaks the tool dialect hermes"]),
+        ("gemma3", "glm", ["append-only, speaks the tool dialect hermes",
+          "warning: tools.dialect: got glm, expected hermes, the dialect of the chat template"]),
+    ],
+)  # fmt: skip
+def test_runs_with_tools_say_what_their_template_does(family, dialect, lines, tmp_path):
+    told = describe_template(with_tools(tmp_path, family, f"tools.dialect={dialect}"))
+    assert [line.removeprefix("chat template: ") for line in told] == lines
+
+
+def test_runs_whose_conversations_grow_say_what_their_template_does_and_others_nothing():
+    for name in ("rlvr_math", "sft_math", "agentic_sokoban"):
+        assert describe_template(shipped(name)) == []
+    traj = shipped("agentic_sokoban", "custom_envs.SimpleSokoban.env_manager_cls=traj")
+    told = ["chat template: append-only, speaks the tool dialect hermes"]
+    assert describe_template(traj) == describe_template(shipped("rlvr_tools")) == told
+
+
+@pytest.mark.parametrize(
+    ("family", "remedy"),
+    [
+        ("llama3_2", "prompts contain the date, .*expected data_args.chat_template_kwargs.date_string"),
+        ("gpt_oss", "prompts contain the date, .*expected a copy of the template with a fixed date"),
+        ("mistral_small_3_2", "prompts without a system message contain the date, .*expected a system message of your"),
+        ("llama3_1", None),
+    ],
+)
+def test_every_run_is_warned_of_a_date_in_its_prompts(family, remedy, tmp_path):
+    save_family(tmp_path, family)
+    words = (f"pretrain={tmp_path}", "actor_train.data_args.template=native")
+    found = describe_template(shipped("rlvr_math", *words))
+    assert not found if remedy is None else re.match(f"warning: actor_train.data_args.template: {remedy}", *found)
+    assert describe_template(shipped("rlvr_math", *words[:1], "actor_train.data_args.template=chatml")) == []
+
+
+def test_a_date_is_fixed_by_the_variable_of_the_template():
+    fixed = ChatTemplate("native", {"date_string": "26 Jul 2024"})
+    renderer = ChatRenderer(family_tokenizer("llama3_2"), fixed)
+    assert date_in_prompts(renderer) == ""
+    assert "Today Date: 26 Jul 2024" in renderer.text([{"role": "user", "content": "?"}], open_assistant=True)

@@ -247,11 +247,9 @@ LONG = [
     *("<think>" + "<think" * 60_000, "#" * 300_000, "'" * 300_000, "word-" * 100_000, "a'" * 150_000),
     *("<think>" + "a" * 300_000 + "</think><answer>", "answer is is is " * 30_000, "9" * 300_000),
 ]
+COUNTED = ("num_words", "num_sentences", "num_paragraphs", "num_bullets", "placeholders")
 KINDS = [
-    *(
-        {"kind": kind, "min": 1}
-        for kind in ("num_words", "num_sentences", "num_paragraphs", "num_bullets", "placeholders")
-    ),
+    *({"kind": kind, "min": 1} for kind in COUNTED),
     *({"kind": kind} for kind in ("json", "title", "no_commas", "lowercase", "sections")),
     {"kind": "keywords_include", "keywords": ["a a a b"]},
 ]

@@ -26,15 +26,8 @@ OTHER_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] | upper }}] {{ message['content'] }}<eot>"
     "{% endfor %}"
 )
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256, **HEADS}
 
 
 def make_other_tokenizer():
@@ -77,17 +70,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig
 
     tokenizer = make_other_tokenizer()
-    names = {0: "bad", 1: "fair", 2: "good"}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        num_labels=3,
-        id2label=names,
-        label2id={name: index for index, name in names.items()},
-        pad_token_id=None,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **SHAPE,
-    )
+    names = ("bad", "fair", "good")
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+    ends = {"pad_token_id": None, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=3, **labels, **ends, **SHAPE)
     return save(tmp_path_factory.mktemp("rm") / "llama", config, tokenizer)
 
 
@@ -343,10 +329,8 @@ async def test_a_score_that_is_no_number_is_an_error(qwen):
 
 
 def test_a_template_that_refuses_a_conversation_is_an_error_of_the_sample(qwen):
-    template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ m.content }}{% endfor %}"
-    )
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = f"{{% for m in messages %}}{refusal}{{{{ m.content }}}}{{% endfor %}}"
     sample = make_sample(messages=({"role": "system", "content": "x"}, {"role": "user", "content": "y"}))
     with pytest.raises(RewardError, match=r"template: cannot render a conversation of \['system', 'user', 'assistant'"):
         score_all(qwen, [sample], template=template)

@@ -91,12 +91,9 @@ def test_equal_mathematics_is_correct(maths, response, truth):
     [
         (r"\boxed{0.51}", "0.5"),
         (r"\boxed{(2,3]}", "[2,3)"),
-        (r"\boxed{1},\boxed{2}", "1"),
-        (r"\boxed{1 1/2}", "1"),
-        (r"\boxed{x}", "5"),
-        (r"\boxed{5} is what I thought first. \boxed{4}", "5"),
-        (r"\boxed{" + "9" * 5000 + "}", 5),
-        ("\\boxed{" * 3000 + "5" + "}" * 3000, 5),
+        *((response, "1") for response in (r"\boxed{1},\boxed{2}", r"\boxed{1 1/2}")),
+        *((response, "5") for response in (r"\boxed{x}", r"\boxed{5} is what I thought first. \boxed{4}")),
+        *((r"\boxed{" * n + text + "}" * n, 5) for n, text in ((1, "9" * 5000), (3000, "5"))),
     ],
 )
 def test_unequal_mathematics_is_wrong(maths, response, truth):
@@ -104,12 +101,10 @@ def test_unequal_mathematics_is_wrong(maths, response, truth):
     assert not verdict.correct and verdict.score == 0.0 and verdict.answer is not None
 
 
-@pytest.mark.parametrize(
-    "response",
-    ["", "  \n", "nothing to see here", "\\boxed{", "\\boxed{}", "(" * 20_000, "a" * 1_000_000, "\\boxed{" * 5000],
-)
-def test_no_mathematics_is_no_answer(maths, response):
-    assert maths.check(sample(response, 5)) == RewardResult(score=0.0, correct=False, answer=None)
+def test_no_mathematics_is_no_answer(maths):
+    boxes = (r"\boxed{", r"\boxed{}", r"\boxed{" * 5000)
+    for response in ("", "  \n", "nothing to see here", "(" * 20_000, "a" * 1_000_000, *boxes):
+        assert maths.check(sample(response, 5)) == RewardResult(score=0.0, correct=False, answer=None)
 
 
 def test_equal_answers_have_one_name(maths):
@@ -135,10 +130,13 @@ def test_the_configuration_says_where_the_answer_stands():
     assert next(MathConfig(answer_pattern="(x)", strict_boxed=True).problems()).path == "strict_boxed"
 
 
-@pytest.mark.parametrize("truth", [None, True, "", [1], float("nan"), {"a": 1}])
-def test_a_ground_truth_without_mathematics_is_an_error(maths, truth):
-    with pytest.raises(ValueError, match=r"ground_truth: got .*, expected a mathematical expression"):
-        maths.check(sample(r"\boxed{5}", truth))
+def test_a_ground_truth_without_mathematics_or_a_number_is_an_error(maths):
+    for truth in (None, True, "", [1], float("nan"), {"a": 1}):
+        with pytest.raises(ValueError, match=r"ground_truth: got .*, expected a mathematical expression"):
+            maths.check(sample(r"\boxed{5}", truth))
+    for truth in (None, True, "no number", float("inf"), [7]):
+        with pytest.raises(ValueError, match=r"ground_truth: got .*, expected a number"):
+            FinalAnswerVerifier(FinalAnswerConfig()).check(sample("#### 7", truth))
 
 
 def test_boxes_are_closed_by_their_own_brace():
@@ -153,31 +151,11 @@ def test_boxes_are_closed_by_their_own_brace():
 # --- gsm8k ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("72", "72"),
-        ("$1,234.50.", "1234.5"),
-        ("x=-3", "-3"),
-        ("-$5", "-5"),
-        ("−7 °C", "-7"),
-        ("3/4", "0.75"),
-        ("1 / 3", "1/3"),
-        ("0.30", "0.3"),
-        ("-.05", "-0.05"),
-        ("007", "7"),
-        ("1,000,000", "1000000"),
-        ("100%", "100"),
-    ],
-)
-def test_the_last_number_is_read_exactly(text, number):
-    found = last_number(text)
-    assert found is not None and number_text(found) == number
-
-
-@pytest.mark.parametrize("text", ["", "none", "1/0", "²", "9" * 5000, ".", "5-3", "1,2,3"])
-def test_some_texts_have_no_number(text):
-    assert last_number(text) is None
+def test_the_last_number_is_read_exactly():
+    written = {"72": "72", "$1,234.50.": "1234.5", "x=-3": "-3", "-$5": "-5", "−7 °C": "-7", "3/4": "0.75"}
+    written |= {"1 / 3": "1/3", "0.30": "0.3", "-.05": "-0.05", "007": "7", "1,000,000": "1000000", "100%": "100"}
+    assert {text: number_text(last_number(text)) for text in written} == written
+    assert [text for text in ("", "none", "1/0", "²", "9" * 5000, ".", "5-3", "1,2,3") if last_number(text)] == []
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=6))
@@ -217,12 +195,6 @@ def test_final_answers_that_are_missing_and_patterns():
     assert pattern.check(sample("1+2=3", 3)).correct and pattern.check(sample("3", 3)).answer is None
 
 
-@pytest.mark.parametrize("truth", [None, True, "no number", float("inf"), [7]])
-def test_a_ground_truth_without_a_number_is_an_error(truth):
-    with pytest.raises(ValueError, match=r"ground_truth: got .*, expected a number"):
-        FinalAnswerVerifier(FinalAnswerConfig()).check(sample("#### 7", truth))
-
-
 # --- multiple choice --------------------------------------------------------------------------------------------------
 
 
@@ -246,14 +218,11 @@ def test_choices_beyond_those_there_are_do_not_count():
         ("<think>a\nb</think>\n<answer>4</answer>\n", True),
         ("<think></think><answer></answer>", True),
         ("<think>a < b, 答</think> <answer>4</answer>", True),
-        ("Well, <think>a</think><answer>4</answer>", False),
-        ("<think>a</think><answer>4</answer> end", False),
-        ("<think>a</think>so<answer>4</answer>", False),
+        *(("Well, <think>a</think><answer>4</answer>", False), ("<think>a</think><answer>4</answer> end", False)),
+        *(("<think>a</think>so<answer>4</answer>", False), ("<answer>4</answer>", False), ("", False)),
         ("<think>a</think><think>b</think><answer>4</answer>", False),
         ("<think>a</think><answer>4</answer><answer>5</answer>", False),
         ("<think>a<answer>3</answer></think><answer>4</answer>", False),
-        ("<answer>4</answer>", False),
-        ("", False),
         ("<think>" + "<think" * 100_000, False),
     ],
 )
@@ -348,10 +317,8 @@ def half_marks(data_sources, solution_strs, ground_truths, extra_infos, worth=1.
     if "cut" in solution_strs:
         return [worth]
     own = [worth * (said == true) for said, true in zip(solution_strs, ground_truths, strict=True)]
-    return [
-        {"score": each, "others": len(own) - 1} if info.get("told") else each
-        for each, info in zip(own, extra_infos, strict=True)
-    ]
+    others = {"others": len(own) - 1}
+    return [others | {"score": each} if info.get("told") else each for each, info in zip(own, extra_infos, strict=True)]
 
 
 def test_a_function_of_lists_judges_all_at_once():
@@ -526,6 +493,8 @@ def test_every_kind_is_tested_and_a_blank_response_fulfils_none():
     assert {case[0]["kind"] for case in CASES} == set(CONSTRAINTS)
     for constraint, _, _ in CASES:
         assert verify(" \n", constraint).score == 0.0, constraint
+    huge_and_strange = verify("Word. " * 200_000 + "\ud800\x00", *(case[0] for case in CASES))
+    assert 0 <= huge_and_strange.score <= 1
 
 
 def test_the_score_is_the_share_or_all_or_nothing():
@@ -580,11 +549,6 @@ def test_args_are_checked_at_start():
         InstructionVerifier(config)
 
 
-def test_huge_and_strange_texts():
-    verdict = verify("Word. " * 200_000 + "\ud800\x00", *(case[0] for case in CASES))
-    assert 0 <= verdict.score <= 1
-
-
 DOMAINS = {
     "maths": ("math", {}),
     "boxed": ("math", {"strict_boxed": True}),
@@ -607,10 +571,8 @@ def problems(rows: list[tuple[str, object]], **extra: object) -> dict[str, str]:
         for name, (verifier, args) in DOMAINS.items()
     }
     told: list[str] = []
-    prompts = [
-        (f"f:{i}", Prompt(str(i), tag, ({"role": "user", "content": "?"},), truth, extra))
-        for i, (tag, truth) in enumerate(rows)
-    ]
+    asked = ({"role": "user", "content": "?"},)
+    prompts = [(f"f:{i}", Prompt(str(i), tag, asked, truth, extra)) for i, (tag, truth) in enumerate(rows)]
     found = dict(References(rewards, 30.0, told.append)(prompts))
     assert not told
     return found
@@ -619,21 +581,12 @@ def problems(rows: list[tuple[str, object]], **extra: object) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("tag", "truth", "reason"),
     [
-        ("maths", float("nan"), "expected a finite number"),
-        ("maths", float("inf"), "expected a finite number"),
+        *(("maths", truth, "expected a finite number") for truth in (float("nan"), float("inf"))),
         ("maths", "a\ud800", "a lone surrogate"),
-        ("maths", "  ", "expected a mathematical expression"),
-        ("maths", None, "expected a mathematical expression"),
-        ("maths", True, "expected a mathematical expression"),
-        ("maths", ["1"], "expected a mathematical expression"),
+        *(("maths", truth, "expected a mathematical expression") for truth in ("  ", None, True, ["1"])),
         ("boxed", r"\frac{1}{2", "does not equal itself"),
-        ("sums", "at least 18", "expected a number"),
-        ("sums", float("nan"), "expected a number"),
-        ("sums", "18 or 19", "expected a number"),
-        ("sums", "", "expected a number"),
-        ("choices", "E", "expected the letter of one of 4"),
-        ("choices", "A or B", "expected the letter of one of 4"),
-        ("choices", 1, "expected the letter of one of 4"),
+        *(("sums", truth, "expected a number") for truth in ("at least 18", float("nan"), "18 or 19", "")),
+        *(("choices", truth, "expected the letter of one of 4") for truth in ("E", "A or B", 1)),
         ("orders", None, "constraints"),
         ("programs", "[", "tests"),
         ("programs", [{"input": "\ud800", "output": "1"}], "a lone surrogate"),

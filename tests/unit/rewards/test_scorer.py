@@ -21,7 +21,7 @@ class FakeConfig(Config):
     score: float = Field(1.0, allow_inf_nan=True)
     correct: bool = True
     answer: str | None = None
-    failures: int = Field(default=0, ge=0, description="Attempts that fail.")
+    failures: int = 0  # attempts that fail
     seconds: float = 0.0
 
 
@@ -215,14 +215,17 @@ async def test_a_worker_of_rewards_takes_its_models_off_the_device_and_back():
     assert seen == [0, -1, 0]
 
 
+LONG = """
+from roll.rewards import RuleVerifier, RewardResult
+class Long(RuleVerifier):
+    def check(self, sample):
+        return RewardResult(float(len(sample.response)), True)
+"""
+
+
 def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(
-        "from roll.rewards import RuleVerifier, RewardResult\n"
-        "class Long(RuleVerifier):\n"
-        "    def check(self, sample):\n"
-        "        return RewardResult(float(len(sample.response)), True)\n"
-    )
+    file.write_text(LONG)
     verdict = score(sample("four"), {"name": f"{file}:Long"})
     assert (verdict.score, verdict.parts) == (4.0, {"Long/score": 4.0})
     [problem] = check_rewards(config({"name": f"{file}:Short"}))

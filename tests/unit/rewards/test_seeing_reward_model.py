@@ -23,13 +23,13 @@ from roll.models.lora import SCORE_NAME
 from roll.models.pictures import FAMILIES
 from roll.preflight import models as preflight
 from roll.rewards.classifiers import RewardModelConfig, load_classifier
-from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import sees
 from roll.rewards.scoring import unseen
 from roll.rewards.types import RewardError, Sample
 from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model, make_tokenizer
 from tests.support.pictured import picture, pictures_of, shown, unmodified
+from tests.unit.rewards.test_reward_model import closing, verifier_of
 
 QUICK = ("qwen2_5_vl", "qwen3_vl")
 DTYPES = {"qwen3_vl_moe": torch.float32}
@@ -93,12 +93,10 @@ def scores(folder: Path, samples: Sequence[Sample], **keys: Any) -> list[Any]:
     """In one batch."""
 
     async def judge() -> list[Any]:
-        verifier = RewardModelVerifier(RewardModelConfig(model_path=str(folder), device="cpu", **keys))
-        verdicts = await asyncio.gather(*map(verifier.score, samples), return_exceptions=True)
-        await verifier.close()
-        return [verdict.score if not isinstance(verdict, BaseException) else verdict for verdict in verdicts]
+        async with closing(verifier_of(folder, **keys)) as verifier:
+            return await asyncio.gather(*map(verifier.score, samples), return_exceptions=True)
 
-    return asyncio.run(judge())
+    return [getattr(verdict, "score", verdict) for verdict in asyncio.run(judge())]
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES])
@@ -112,9 +110,8 @@ def test_scores_with_pictures_are_those_of_plain_transformers(models, family):
     ]
     found = scores(models(family), samples)
     expected = [oracle(models(family), family, each) for each in samples]
-    assert found == pytest.approx(expected, rel=1e-5 if family in DTYPES else 1e-6, abs=1e-6), (
-        "a score is rounded to float32"
-    )
+    tolerance = 1e-5 if family in DTYPES else 1e-6  # a score is rounded to float32
+    assert found == pytest.approx(expected, rel=tolerance, abs=1e-6)
     assert len({round(value, 3) for value in found}) == 4 and np.isfinite(found).all()
 
 
@@ -141,11 +138,8 @@ def test_adapters_that_were_not_compared_are_refused(models, tmp_path):
     save_file({SCORE_NAME: torch.ones(1, 64)}, tmp_path / ADAPTER_FILE)
     with pytest.raises(ValueError, match="an adapter of a reward model of the family qwen2_5_vl was not compared"):
         load_classifier(RewardModelConfig(model_path=str(tmp_path)))
-    config = SimpleNamespace(
-        trains_scores=True,
-        uses_lora=True,
-        actor_train=SimpleNamespace(model_args=SimpleNamespace(lora_target="all-linear")),
-    )
+    trained = SimpleNamespace(model_args=SimpleNamespace(lora_target="all-linear"))
+    config = SimpleNamespace(trains_scores=True, uses_lora=True, actor_train=trained)
     with pytest.MonkeyPatch.context() as patched:
         for family, expected in (("qwen2_5_vl", 1), ("qwen3_vl", 0)):
             patched.setattr(preflight, "whole_config", lambda *_, kind=family: SimpleNamespace(model_type=kind))

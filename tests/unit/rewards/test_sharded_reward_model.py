@@ -138,9 +138,8 @@ asyncio.run(main())
 """
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     before = set(os.listdir("/dev/shm"))
-    worker = subprocess.Popen(
-        [sys.executable, "-c", program, str(qwen)], stdout=subprocess.PIPE, env=environment, text=True
-    )
+    command = [sys.executable, "-c", program, str(qwen)]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert worker.stdout is not None
     ranks = [int(pid) for pid in worker.stdout.readline().split()]
     assert len(ranks) == 2 and running(ranks) == ranks
@@ -179,9 +178,8 @@ def test_what_cannot_be_divided_is_told_before_the_run(qwen, tmp_path):
     from transformers import BertConfig
 
     def problems(folder: Path, **args: Any) -> list[str]:
-        return list(
-            map(str, RewardModelConfig(**{"model_path": str(folder), "tensor_parallel_size": 2, **args}).problems())
-        )
+        config = RewardModelConfig(**{"model_path": str(folder), "tensor_parallel_size": 2, **args})
+        return [*map(str, config.problems())]
 
     key = "tensor_parallel_size"
     assert problems(qwen, tensor_parallel_size=4) == [f"{key}: got 4, expected a divisor of num_key_value_heads = 2"]

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 from xxhash import xxh3_128
 
 from roll.configs.pipeline import RunConfig
@@ -31,6 +32,7 @@ from roll.tracking.checkpointer import (
     rng_state,
 )
 from roll.utils.hashing import WrittenFile
+from tests.support.processes import gone
 
 
 def write_weights(text: str = "weights"):
@@ -41,6 +43,11 @@ def write_weights(text: str = "weights"):
     return write
 
 
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> Checkpointer:
+    return Checkpointer(tmp_path)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -48,7 +55,7 @@ def names(folder: Path) -> list[str]:
 def test_a_saved_checkpoint_is_found_with_its_files_and_state(tmp_path):
     checkpointer = Checkpointer(tmp_path / "checkpoints")
     saved = checkpointer.save(3, write_weights("abc"), {"step": 3, "seeds": [1, 2], "lr": 1e-4})
-    assert saved.name == "checkpoint-3" and checkpointer.latest() == saved
+    assert checkpointer.latest() == saved == tmp_path / "checkpoints" / "checkpoint-3"
     assert (saved / "actor" / "model.bin").read_text() == "abc"
     assert checkpointer.load_state(saved) == {"step": 3, "seeds": [1, 2], "lr": 1e-4}
     assert checkpointer.step_of(saved) == 3
@@ -85,8 +92,7 @@ def test_a_hook_that_fails_costs_no_checkpoint_and_no_run_unless_it_is_required(
     assert required.latest() == required.saved == tmp_path / "checkpoint-5"
 
 
-def test_saving_a_step_again_replaces_it_and_a_kill_between_the_renames_loses_nothing(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
+def test_saving_a_step_again_replaces_it_and_a_kill_between_the_renames_loses_nothing(tmp_path, checkpointer):
     saved = checkpointer.save(5, write_weights("old"), {})
     saved.rename(tmp_path / "checkpoint-5.replaced")
     assert checkpointer.latest() == tmp_path / "checkpoint-5.replaced"
@@ -107,8 +113,7 @@ def test_saving_a_step_again_replaces_it_and_a_kill_between_the_renames_loses_no
         (lambda c: (c / MANIFEST_FILE).write_text("[]"), "lacks step"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_by_with_the_reason(tmp_path, caplog, damage, reason):
-    checkpointer = Checkpointer(tmp_path)
+def test_a_damaged_checkpoint_is_passed_by_with_the_reason(checkpointer, caplog, damage, reason):
     good = checkpointer.save(1, write_weights(), {})
     bad = checkpointer.save(2, write_weights(), {})
     damage(bad)
@@ -116,19 +121,25 @@ def test_a_damaged_checkpoint_is_passed_by_with_the_reason(tmp_path, caplog, dam
     assert "checkpoint-2" in caplog.text and reason in caplog.text
 
 
-def test_a_truncated_safetensors_file_is_refused_at_saving(tmp_path):
-    from safetensors.numpy import save_file
+def write_truncated(folder: Path) -> None:
+    save_file({"w": np.arange(1000, dtype=np.float32)}, folder / "model.safetensors")
+    os.truncate(folder / "model.safetensors", 4000)
 
-    def write(folder: Path, cut: int) -> None:
-        file = folder / "model.safetensors"
-        save_file({"w": np.arange(1000, dtype=np.float32)}, file)
-        os.truncate(file, file.stat().st_size - cut)
 
-    checkpointer = Checkpointer(tmp_path)
-    good = checkpointer.save(1, lambda folder: write(folder, 0), {})
-    with pytest.raises(CheckpointError, match="its header announces"):
-        checkpointer.save(2, lambda folder: write(folder, 4), {})
-    assert names(tmp_path) == [good.name]
+def write_interrupted(folder: Path) -> None:
+    (folder / "part").write_text("x")
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "words"),
+    [(write_truncated, CheckpointError, "its header announces"), (write_interrupted, KeyboardInterrupt, None)],
+)
+def test_a_writer_that_fails_or_leaves_half_a_file_leaves_nothing_behind(tmp_path, checkpointer, write, error, words):
+    checkpointer.save(1, lambda folder: save_file({"w": np.zeros(9)}, folder / "model.safetensors"), {})
+    with pytest.raises(error, match=words):
+        checkpointer.save(2, write, {})
+    assert names(tmp_path) == ["checkpoint-1"]
 
 
 def test_resolve_understands_false_true_and_paths(tmp_path, caplog):
@@ -137,40 +148,22 @@ def test_resolve_understands_false_true_and_paths(tmp_path, caplog):
     assert checkpointer.resolve(False) is None and checkpointer.resolve(True) is None
     first = checkpointer.save(1, write_weights(), {})
     second = checkpointer.save(2, write_weights(), {})
-    assert checkpointer.resolve(True) == second
-    assert checkpointer.resolve(str(first)) == first
-    assert checkpointer.resolve(str(run)) == second
-    assert checkpointer.resolve(str(run / "checkpoints")) == second
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        checkpointer.resolve(str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
-        checkpointer.resolve(str(tmp_path))
+    given = {True: second, str(first): first, str(run): second, str(run / "checkpoints"): second}
+    assert {path: checkpointer.resolve(path) for path in given} == given
     (first / "actor" / "model.bin").write_text("w")
-    with pytest.raises(CheckpointError, match="has 1 bytes, expected 7"):
-        checkpointer.resolve(str(first))
     (second / MANIFEST_FILE).write_text((second / MANIFEST_FILE).read_text().replace("xxh3", "crc32"))
-    with pytest.raises(CheckpointError, match="cannot be used: it is of an earlier version"):
-        checkpointer.resolve(str(second))
-
-
-def test_a_failing_writer_leaves_nothing_behind_and_its_error_travels(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, write_weights(), {})
-
-    def write(folder: Path) -> None:
-        (folder / "part").write_text("x")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        checkpointer.save(2, write, {})
-    assert names(tmp_path) == ["checkpoint-1"]
+    for path, reason in (
+        (tmp_path / "nowhere", "is not a folder"),
+        (tmp_path, r"no manifest\.json"),
+        (first, "has 1 bytes, expected 7"),
+        (second, "cannot be used: it is of an earlier version"),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            checkpointer.resolve(str(path))
 
 
 def fill(folder: Path) -> None:
-    with (folder / "model.bin").open("wb") as file:
-        for _ in range(64):
-            file.write(os.urandom(1 << 16))
-            file.flush()
+    (folder / "model.bin").write_bytes(os.urandom(1 << 22))
 
 
 def test_a_full_disk_is_reported_and_keeps_the_earlier_checkpoint(small_disk):
@@ -201,22 +194,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     signal.signal(signal.SIGXFSZ, ignored)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("Error while serializing: IoError(Os { code: 28, kind: StorageFull })"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-    ],
-)
-def test_a_full_disk_is_recognised_behind_an_engines_own_exception(tmp_path, error):
+STORAGE_FULL = RuntimeError("Error while serializing: IoError(Os { code: 28, kind: StorageFull })")
+
+
+@pytest.mark.parametrize("error", [STORAGE_FULL, OSError(errno.EDQUOT, "Disk quota exceeded")])
+def test_a_full_disk_is_recognised_behind_an_engines_own_exception(checkpointer, error):
     def write(folder: Path) -> None:
-        try:
-            raise error
-        except Exception as inner:
-            raise RuntimeError("worker 3 failed") from inner
+        raise RuntimeError("worker 3 failed") from error
 
     with pytest.raises(CheckpointError, match="is full"):
-        Checkpointer(tmp_path).save(1, write, {})
+        checkpointer.save(1, write, {})
 
 
 KILLED = """
@@ -231,18 +218,17 @@ def write(folder):
         time.sleep(60)
     return finish
 
-checkpointer = Checkpointer(sys.argv[1])
+checkpointer = Checkpointer(sys.argv[1], background=bool(sys.argv[2]))
 checkpointer.save(1, lambda folder: (folder / "whole.bin").write_text("y" * 1000) and None, {"step": 1})
 checkpointer.save(2, write, {"step": 2})
+time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_checkpoint_and_the_next_save_cleans_up(tmp_path, background):
-    code = KILLED.replace("Checkpointer(sys.argv[1])", f"Checkpointer(sys.argv[1], background={background})")
-    child = subprocess.Popen(
-        [sys.executable, "-c", code + "time.sleep(60)", str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "background" if background else ""]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "writing\n"
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
@@ -297,11 +283,10 @@ def test_a_save_that_fails_in_the_background_fails_what_comes_next_as_it_would_i
     full = SlowWrite(OSError(errno.ENOSPC, "No space left on device"))
     checkpointer.save(2, full, {})
     full.go.set()
-    ways = {"check": checkpointer.check, "wait": checkpointer.wait, "save": partial(checkpointer.save, 3, full, {})}
-    deadline = time.monotonic() + 30
+    deadline, arguments = time.monotonic() + 30, (3, full, {}) if how == "save" else ()
     with pytest.raises(CheckpointError, match=r"checkpoint-2: the disk under .* is full"):
         while time.monotonic() < deadline:
-            ways[how]()
+            getattr(checkpointer, how)(*arguments)
     assert names(tmp_path) == ["checkpoint-1"] and checkpointer.saved == tmp_path / "checkpoint-1"
     checkpointer.wait()  # it is told once
 
@@ -318,9 +303,9 @@ def test_what_the_disk_refuses_is_told_in_a_line(tmp_path, background):
 
 
 @pytest.mark.parametrize("told", [b"weight5", b"weigh"])
-def test_checksums_are_of_what_was_written_and_nothing_is_read_back(tmp_path, told):
+def test_checksums_are_of_what_was_written_and_nothing_is_read_back(tmp_path, checkpointer, told):
     """A disk that keeps other bytes is found when the checkpoint is read, one that keeps fewer at once."""
-    checkpointer, write = Checkpointer(tmp_path), SlowWrite()
+    write = SlowWrite()
     write.told = told
     write.go.set()
     if len(told) == 7:
@@ -342,8 +327,6 @@ def test_the_temporary_folder_of_a_living_process_is_left_alone(tmp_path):
 
 
 def test_random_states_come_back_through_a_checkpoint(tmp_path):
-    import torch
-
     random.gauss(0, 1), np.random.normal(), torch.rand(1)
     saved = Checkpointer(tmp_path).save(1, write_weights(), {"rng": rng_state()})
 
@@ -385,31 +368,25 @@ def test_it_finds_the_folder_and_the_step_and_no_shell_reads_its_arguments(tmp_p
 
 def test_how_it_ended_is_told(tmp_path, caplog):
     hook = PostSaveHook([sys.executable, "-c", "import sys; print('x' * 9000, 'the end'); sys.exit(3)"])
-    problem = hook.run(tmp_path, 1)
-    assert problem is not None and "ended with exit code 3: xx" in problem and problem.endswith("the end")
-    assert len(problem) < 2200 and problem in caplog.text and hook.exit_code == 3
+    problem = str(hook.run(tmp_path, 1))
+    assert "ended with exit code 3: xx" in problem and problem.endswith("the end") and len(problem) < 2200
+    assert problem in caplog.text and hook.exit_code == 3
     killed = PostSaveHook([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert "SIGKILL" in str(killed.run(tmp_path, 1)) and killed.exit_code == -9
     absent = PostSaveHook(["/no/such/program"])
-    assert "could not be started: [Errno 2]" in str(absent.run(tmp_path, 1)) and absent.exit_code is None
-    assert absent.failures == 1
+    assert "could not be started: [Errno 2]" in str(absent.run(tmp_path, 1))
+    assert (absent.exit_code, absent.failures) == (None, 1)
 
 
 def test_what_takes_too_long_is_killed_with_all_that_it_has_started_and_no_other(tmp_path):
-    script = "sleep 60 & echo $! > child; sleep 60"
-    hook = PostSaveHook(["sh", "-c", f"cd {tmp_path}; {script}"], timeout=1.0)
+    hook = PostSaveHook(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/child; sleep 60"], timeout=1.0)
     started = time.monotonic()
     assert "took longer than 1 s and was killed" in str(hook.run(tmp_path, 1))
-    child = int((tmp_path / "child").read_text())
     hook = PostSaveHook(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/left"])
     assert hook.run(tmp_path, 1) is None, "what it leaves running does not hold the save"
     assert time.monotonic() - started < 20
     os.kill(int((tmp_path / "left").read_text()), 9)
-    stat = Path(f"/proc/{child}/stat")
-    deadline = time.monotonic() + 10
-    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    assert gone(int((tmp_path / "child").read_text()))
 
 
 def test_a_run_counts_its_failures(tmp_path):

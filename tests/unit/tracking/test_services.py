@@ -111,12 +111,9 @@ def test_options_of_a_service_are_checked_before_the_start(capsys):
 
 
 def test_an_episode_becomes_a_row():
-    completion = Completion("r", [5], [-0.5], FinishReason.STOP, 0)
-    ids = np.array([1, 2], dtype=np.int32)
-    turns = tuple(
-        Turn(ids, completion, text, seen, text, reward, 0.0, "k")
-        for seen, text, reward in (("####", "Up", 1.0), ("##", "Down", 0.5))
-    )
+    completion, ids = Completion("r", [5], [-0.5], FinishReason.STOP, 0), np.array([1, 2], dtype=np.int32)
+    said = (("####", "Up", 1.0), ("##", "Down", 0.5))
+    turns = tuple(Turn(ids, completion, text, seen, text, reward, 0.0, "k") for seen, text, reward in said)
     trajectory = Trajectory("boxes", 1, 0, 5, turns, EpisodeEnd.TERMINATED, True, "", True)
     expected = {"tag": "boxes", "prompt": "####", "answer": "Up\n##\nDown", "score": 1.5, "success": True}
     assert answer_row(trajectory) == expected

@@ -59,44 +59,41 @@ class Recorder:
 RECORDER = f"{__name__}:Recorder"
 
 
-def tensorboard_events(run: RunFolder) -> Any:
+def test_tensorboard_shows_what_it_was_told_but_no_secrets_nor_steps_that_a_resumed_run_takes_again(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(str(run.logs / "tensorboard")).Reload()
-
-
-def test_tensorboard_reads_back_what_it_was_told_and_forgets_the_steps_that_a_resumed_run_takes_again(run):
+    config = {"seed": 7, "pretrain": "tiny", "tracker_kwargs": {"wandb": {"api_key": "hunter2hunter2"}}}
     for resumed_step, steps, value in ((None, range(1, 6), 1.0), (3, range(4, 6), 2.0)):
-        tracker = MultiTracker(["tensorboard"], {"flush_secs": 5}, TrackerContext(run, resumed_step=resumed_step))
+        tracker = MultiTracker(["tensorboard"], {"flush_secs": 5}, TrackerContext(run, config, resumed_step))
         for step in steps:
             tracker.log({"rollout/reward": value, "time/train": float("nan")}, step)
         tracker.finish()
         time.sleep(1.1)  # a file is named by the second it was opened in
-    events = tensorboard_events(run)
+    events = EventAccumulator(str(run.logs / "tensorboard")).Reload()
     found = [(event.step, event.value) for event in events.Scalars("rollout/reward")]
     assert found == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
     assert all(math.isnan(event.value) for event in events.Scalars("time/train"))
-
-
-def test_tensorboard_shows_the_configuration_without_its_secrets(run):
-    config = {"seed": 7, "pretrain": "tiny", "tracker_kwargs": {"wandb": {"api_key": "hunter2hunter2"}}}
-    MultiTracker("tensorboard", {}, TrackerContext(run, config)).finish()
-    events = tensorboard_events(run)
     assert events.SummaryMetadata("config").plugin_data.plugin_name == "text"
-    (event,) = events.Tensors("config")
-    (text,) = event.tensor_proto.string_val
+    (text,) = events.Tensors("config")[0].tensor_proto.string_val
     assert text.decode().startswith("    seed: 7\n    pretrain: tiny\n")
     assert b"hunter2" not in text
 
 
-def test_stdout_writes_one_plain_line_a_step_and_options_are_flat_or_keyed_by_name(run, capsys):
+def test_stdout_writes_one_plain_line_a_step(run, capsys):
     MultiTracker("stdout", None, TrackerContext(run)).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
     assert capsys.readouterr().out == "step=3 actor/loss=1e-07 rollout/reward=0.25\n"
-    assert tracker_options("tensorboard", {"log_dir": "x"}) == {"tensorboard": {"log_dir": "x"}}
-    assert tracker_options(["tensorboard"], {"tensorboard": {"log_dir": "x"}}) == {"tensorboard": {"log_dir": "x"}}
+
+
+def test_options_are_flat_or_keyed_by_name_and_those_that_fit_their_types_pass():
+    assert TRACKERS.names() == sorted(("stdout", "tensorboard", *SERVICES))
+    assert tracker_options([], None) == {}
+    keyed = {"tensorboard": {"log_dir": "x"}}
+    assert tracker_options("tensorboard", keyed["tensorboard"]) == tracker_options(["tensorboard"], keyed) == keyed
     both = tracker_options(["stdout", "wandb"], {"wandb": {"project": "p"}})
     assert both == {"stdout": {}, "wandb": {"project": "p"}}
-    assert tracker_options([], None) == {}
+    tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
+    tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
+    tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
 
 
 def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, capsys):
@@ -110,40 +107,30 @@ def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, ca
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+UNFIT = [
+    *(("tensorboard", "flush_secs", "x"), ("tensorboard", "flush_secs", True), ("tensorboard", "log_dir", 3)),
+    *(("wandb", "tags", 5), ("wandb", "mode", "sometimes"), ("mlflow", "tags", ["a"])),
+    ("trackio", "gpu_log_interval", [1]),
+]
+
+
 @pytest.mark.parametrize(
     ("names", "kwargs", "message"),
     [
+        ("tensorbord", {}, "Did you mean 'tensorboard'"),
         ("tensorboard", {"logdir": "x"}, "'logdir', expected log_dir, flush_secs; did you mean 'log_dir'"),
         ("stdout", {"x": 1}, "expected no options"),
         (["stdout", "wandb"], {"project": "p"}, "expected one section per tracker"),
         (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb: this tracker is not in track_with"),
         (["wandb"], {"wandb": 3}, "tracker_kwargs.wandb: got 3, expected a mapping"),
         # values are those that the tracker declares
-        ("tensorboard", {"flush_secs": "x"}, "tracker_kwargs: tensorboard.flush_secs is "),
-        ("tensorboard", {"flush_secs": True}, "tracker_kwargs: tensorboard.flush_secs is "),
-        ("tensorboard", {"log_dir": 3}, "tracker_kwargs: tensorboard.log_dir is "),
-        ("wandb", {"tags": 5}, "tracker_kwargs: wandb.tags is "),
-        ("wandb", {"mode": "sometimes"}, "tracker_kwargs: wandb.mode is "),
-        ("mlflow", {"tags": ["a"]}, "tracker_kwargs: mlflow.tags is "),
-        ("trackio", {"gpu_log_interval": [1]}, "tracker_kwargs: trackio.gpu_log_interval is "),
+        *((name, {key: value}, f"tracker_kwargs: {name}.{key} is ") for name, key, value in UNFIT),
     ],
 )
 def test_wrong_options_are_clear_errors(names, kwargs, message):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, UnknownNameError)) as caught:
         tracker_options(names, kwargs)
     assert message in str(caught.value)
-
-
-def test_values_that_fit_an_options_type_pass():
-    tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
-    tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
-    tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
-
-
-def test_an_unknown_tracker_suggests_the_near_name():
-    with pytest.raises(UnknownNameError, match="Did you mean 'tensorboard'"):
-        tracker_options("tensorbord", {})
-    assert TRACKERS.names() == sorted(("stdout", "tensorboard", *SERVICES))
 
 
 # Redaction
@@ -205,12 +192,10 @@ def test_metrics_are_strict_json_and_are_cut_back_to_the_resumed_step(run, caplo
     assert lines[0]["actor/loss"] is None and lines[0]["kl/max"] is None
     run.truncate_metrics(-1)
     assert run.metrics_path.read_text() == ""
-
-
-def test_a_line_that_a_kill_cut_within_a_character_is_left_out(run, caplog):
+    caplog.clear()
     run.log_metrics(1, {"eval/算术/success": 0.5})
     whole = run.metrics_path.read_bytes()
-    run.metrics_path.write_bytes(whole + whole[: whole.index("术".encode()) + 1])
+    run.metrics_path.write_bytes(whole + whole[: whole.index("术".encode()) + 1])  # cut within a character
     assert read_json_lines(run.metrics_path) == [{"step": 1, "eval/算术/success": 0.5}]
     assert "cut off" in caplog.text
 
@@ -313,8 +298,7 @@ def play(display: Display) -> None:
 
 def test_off_a_terminal_there_are_plain_lines_only():
     stream = io.StringIO()
-    display = Display(stream=stream)
-    play(display)
+    play(Display(stream=stream))
     text = stream.getvalue()
     assert "\x1b" not in text and "\r" not in text
     lines = text.splitlines()
@@ -370,13 +354,21 @@ def test_an_exception_passes_through_and_the_terminal_is_restored(monkeypatch):
     assert stream.getvalue().endswith("\x1b[?25h") and sys.stdout is stdout
 
 
+LONG = """
+import os, sys
+from roll.tracking.display import Display
+display = Display()
+display.start(10000)
+for step in range(10000):
+    display.step(step, {"rollout/success": 0.5})
+display.finish("end")
+print("finished", end="", file=sys.stderr, flush=True)
+os._exit(7)
+"""
+
+
 def test_a_reader_that_goes_away_does_not_stop_the_run():
-    code = (
-        "import sys\nfrom roll.tracking.display import Display\ndisplay = Display()\ndisplay.start(10000)\n"
-        "for step in range(10000): display.step(step, {'rollout/success': 0.5})\n"
-        "display.finish('end'); sys.stderr.write('finished'); sys.stderr.flush(); import os; os._exit(7)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stderr is not None
         child.stdout.readline()
         child.stdout.close()
@@ -432,33 +424,30 @@ def test_the_time_left_counts_the_last_evaluation_and_the_checkpoints(monkeypatc
     assert left == ["1m 05s", "40s", "42s", "7s"]
 
 
-def success(before: float | None, after: float | None, size: int | None) -> dict[str, Any]:
-    """A summary's evaluations of answers."""
-    shares = {"before": before, "after": after}
-    sizes = {} if size is None else {"episodes": size}
-    return {"eval": {name: {"success": share, **sizes} for name, share in shares.items() if share is not None}}
-
-
 def measured(*evaluations: dict[str, float]) -> dict[str, Any]:
-    """A summary's evaluations of what a pipeline itself measures."""
+    """A summary's evaluations: after training, or before and after it."""
     return {"eval": dict(zip(("after",) if len(evaluations) == 1 else ("before", "after"), evaluations, strict=True))}
+
+
+def success(before: float, after: float, **size: int) -> dict[str, Any]:
+    return measured({"success": before, **size}, {"success": after, **size})
 
 
 @pytest.mark.parametrize(
     ("summary", "words"),
     [
-        (success(0.284, 0.792, 512) | {"status": "completed", "steps": 40, "wall_s": 312.4},
+        (success(0.284, 0.792, episodes=512) | {"status": "completed", "steps": 40, "wall_s": 312.4},
          "Learned: success 28.4% → 79.2% (+50.8 points, 95% interval +45.3 to +55.8) on 512 held-out episodes in 40 "
          "steps, 5m 12s; see FOLDER"),
-        (success(0.30, 0.38, 560), "Learned: success 30.0% → 38.0%"),
+        (success(0.30, 0.38, episodes=560), "Learned: success 30.0% → 38.0%"),
         # what is within noise is not called learning
-        (success(0.30, 0.32, 560),
+        (success(0.30, 0.32, episodes=560),
          "No change beyond noise: success 30.0% → 32.0% (+2.0 points, 95% interval -3.4 to +7.4)"),
-        (success(0.30, 0.22, 560),
+        (success(0.30, 0.22, episodes=560),
          "Worse than before: success 30.0% → 22.0% (-8.0 points, 95% interval -13.1 to -2.9)"),
-        (success(0.0, 0.25, 8), "No change beyond noise: success 0.0% → 25.0% (+25.0 points"),
-        (success(0.5, 0.4, None), "No change beyond noise: success 50.0% → 40.0% (-10.0 points); see FOLDER"),
-        (success(0.3, None, None) | {"status": "interrupted", "steps": 3},
+        (success(0.0, 0.25, episodes=8), "No change beyond noise: success 0.0% → 25.0% (+25.0 points"),
+        (success(0.5, 0.4), "No change beyond noise: success 50.0% → 40.0% (-10.0 points); see FOLDER"),
+        ({"eval": {"before": {"success": 0.3}}, "status": "interrupted", "steps": 3},
          "Interrupted. Not evaluated after training; success before was 30.0% in 3 steps"),
         ({}, "No evaluation; "),
         ({"status": "completed", "learned": "learned: 96% attained",
@@ -508,8 +497,7 @@ def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monke
 def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path):
     for number in range(3):
         run = RunFolder(tmp_path, "demo")
-        aside = run.claim(fresh=True)
-        assert aside == (tmp_path / f"demo.{number}" if number else None)
+        assert run.claim(fresh=True) == (tmp_path / f"demo.{number}" if number else None)
         assert not run.metrics_path.exists()
         run.log_metrics(number, {"rollout/success": 0.5})
         run.write_summary({"status": "completed"})
@@ -517,13 +505,13 @@ def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path):
     assert json.loads((tmp_path / "demo.2/metrics.jsonl").read_text())["step"] == 1
 
 
-def test_a_resumed_run_stays_in_its_folder_which_no_other_may_hold(tmp_path):
-    first, second = RunFolder(tmp_path, "demo"), RunFolder(tmp_path, "demo")
-    first.claim(fresh=True)
-    first.write_summary({"status": "interrupted"})
-    with pytest.raises(ValueError, match=r"demo is in use by another run"):
-        second.claim(fresh=False)
-    first.close()
-    assert second.claim(fresh=False) is None
-    assert json.loads(second.summary_path.read_text()) == {"status": "interrupted"}
-    second.close()
+def test_a_resumed_run_stays_in_its_folder_which_no_other_may_hold(run, tmp_path):
+    run.claim(fresh=True)
+    run.write_summary({"status": "interrupted"})
+    other = RunFolder(tmp_path, "exp")
+    with pytest.raises(ValueError, match=r"exp is in use by another run"):
+        other.claim(fresh=False)
+    run.close()
+    assert other.claim(fresh=False) is None
+    assert json.loads(other.summary_path.read_text()) == {"status": "interrupted"}
+    other.close()

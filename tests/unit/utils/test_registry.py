@@ -1,13 +1,25 @@
-"""The registry and derived seeds."""
+"""The registry, packages of a user's own that add to it, and derived seeds."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
 
+from roll.configs.loader import plugin_problems
+from roll.configs.rewards import RewardConfig
+from roll.rewards import VERIFIERS, Sample
+from roll.rewards.scorer import DomainScorer
 from roll.utils.hashing import derive_seed
-from roll.utils.registry import Registry, UnknownNameError, import_path
+from roll.utils.registry import (
+    PLUGINS,
+    Registry,
+    UnknownNameError,
+    import_path,
+    load_inherited_plugins,
+    plugin_variables,
+)
 
 
 @pytest.fixture
@@ -30,8 +42,7 @@ def test_a_path_is_imported_at_first_use_only(tmp_path, monkeypatch):
     registry: Registry[object] = Registry("thing")
     registry.register("late", "late_plugin:thing")
     registry.check("late")
-    assert registry.names() == ["late"]
-    assert "late_plugin" not in sys.modules
+    assert registry.names() == ["late"] and "late_plugin" not in sys.modules
     registry.get("late")
     assert "late_plugin" in sys.modules
 
@@ -47,12 +58,10 @@ def test_a_wrong_name_is_answered_with_a_suggestion(counters):
         Registry("engine").check("any")
 
 
-@pytest.mark.parametrize(
-    "name", ["", ":", "collections:", ":Counter", ".Counter", "a-b:c", "a:b-c", "a..b:c", "os:a.b"]
-)
-def test_what_is_no_path_is_never_imported(counters, name):
-    with pytest.raises(UnknownNameError, match="unknown counter"):
-        counters.get(name)
+def test_what_is_no_path_is_never_imported(counters):
+    for name in ("", ":", "collections:", ":Counter", ".Counter", "a-b:c", "a:b-c", "a..b:c", "os:a.b"):
+        with pytest.raises(UnknownNameError, match="unknown counter"):
+            counters.get(name)
 
 
 def test_a_path_that_leads_nowhere_says_how_far_it_led():
@@ -126,3 +135,45 @@ def test_code_that_cannot_be_imported_is_an_error_about_its_path(code, words, tm
     (tmp_path / "mine.py").write_text(f"{code}\n")
     with pytest.raises(UnknownNameError, match=rf"reward .*mine\.py:score': {words}"):
         import_path(f"{tmp_path}/mine.py:score", "reward")
+
+
+_PLUGIN = """
+from roll.rewards import VERIFIERS, RuleVerifier, RewardResult
+ANSWERS = {"asked": 0.0}
+VERIFIERS.register("of_a_plugin", "{folder}/verifier.py:Own")
+"""
+_VERIFIER = """
+import sys
+from roll.rewards import RuleVerifier, RewardResult
+class Own(RuleVerifier):
+    def check(self, sample):
+        told = any(hasattr(module, "ANSWERS") for name, module in sys.modules.items() if name.startswith("_file_"))
+        return RewardResult(float(told), True)
+"""
+
+
+async def test_a_plugin_is_imported_here_and_in_the_children(tmp_path, monkeypatch):
+    (tmp_path / "verifier.py").write_text(_VERIFIER)
+    (tmp_path / "plugin.py").write_text(_PLUGIN.replace("{folder}", str(tmp_path)))
+    monkeypatch.setattr(VERIFIERS, "_entries", dict(VERIFIERS._entries))
+    monkeypatch.chdir(tmp_path)
+    variables = plugin_variables(["plugin.py", "json"])
+    assert variables == {PLUGINS: f"{tmp_path}/plugin.py{os.pathsep}json"} and plugin_variables([]) == {}
+    assert plugin_problems(["plugin.py", "json"]) == [] and "of_a_plugin" in VERIFIERS
+    monkeypatch.setenv(PLUGINS, variables[PLUGINS])
+    scorer = DomainScorer("own", RewardConfig(tag_included=["tag"], verifiers=[{"name": "of_a_plugin"}]))
+    assert (await scorer.score(Sample("?", "", None, "tag"))).score == 1.0
+    await scorer.close()
+
+
+def test_plugins_that_cannot_be_imported_are_told(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    first, second = map(str, plugin_problems(["no_such_package_here", f"{tmp_path}/broken.py"]))
+    assert first.startswith("plugins.0: got") and "No module named 'no_such_package_here'" in first
+    assert "plugins.1" in second and "ZeroDivisionError" in second
+    assert plugin_problems(None) == []
+    (tmp_path / "fine_plugin.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(PLUGINS, "fine_plugin")
+    load_inherited_plugins()
+    assert "fine_plugin" in sys.modules

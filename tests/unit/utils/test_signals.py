@@ -31,8 +31,7 @@ def test_a_signal_raises_with_the_exit_code_and_the_old_handlers_return(number, 
     with pytest.raises(Interrupted, match=f"stopped by {number.name}") as caught, SignalGuard():
         kill_self(number)
         pytest.fail("the signal did nothing")
-    assert caught.value.exit_code == exit_code
-    assert isinstance(caught.value, KeyboardInterrupt)
+    assert caught.value.exit_code == exit_code and isinstance(caught.value, KeyboardInterrupt)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 

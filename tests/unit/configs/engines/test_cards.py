@@ -16,7 +16,6 @@ from roll.configs.engines import ENGINES, card_of, cards, strategy_names
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.engines.sglang import package_folder
 from roll.configs.loader import validate
-from roll.configs.problems import ConfigErrors
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.distributed.strategy import make_strategy, strategy_class
 from roll.distributed.strategy.base import StrategyContext
@@ -25,6 +24,7 @@ from roll.preflight.choices import CHECKS, describe_options
 from roll.preflight.models import untested_options
 from tests.support.absence import ENGINES as ENGINE_PACKAGES
 from tests.support.absence import hide
+from tests.support.configs import problems_of, words_of
 from tests.support.terse.card import CARD
 
 ROLL = Path(__file__).resolve().parents[4] / "roll"
@@ -32,14 +32,9 @@ SHARED = ["configs/*.py", "preflight/*.py", "pipeline/**/*.py", "rollout/*.py", 
 BY_PATH = ["tests.support.terse.card:CARD", "tests.support.terse.strategy:Terse"]
 
 
-LAKE: dict[str, Any] = {
-    "adv_estimator": "reinforce",
-    "rollout_batch_size": 8,
-    "val_batch_size": 8,
-    "custom_envs": {"Lake": {"env_type": "frozen_lake"}},
-    "train_env_manager": {"tags": ["Lake"]},
-    "val_env_manager": {"tags": ["Lake"]},
-}
+BATCHES = {"adv_estimator": "reinforce", "rollout_batch_size": 8, "val_batch_size": 8}
+ENVS = {f"{when}_env_manager": {"tags": ["Lake"]} for when in ("train", "val")}
+LAKE: dict[str, Any] = BATCHES | ENVS | {"custom_envs": {"Lake": {"env_type": "frozen_lake"}}}
 
 
 def check(**actor_infer: Any) -> AgenticConfig:
@@ -48,10 +43,8 @@ def check(**actor_infer: Any) -> AgenticConfig:
 
 
 def problems(**actor_infer: Any) -> dict[str, str]:
-    with pytest.raises(ConfigErrors) as caught:
-        check(**actor_infer)
-    base = "actor_infer.strategy_args."
-    return {p.path.removeprefix(base): f"{p.expected} {p.hint}" for p in caught.value.problems}
+    found = problems_of(check, **actor_infer)
+    return {path.removeprefix("actor_infer.strategy_args."): f"{p.expected} {p.hint}" for path, p in found.items()}
 
 
 def test_shared_code_names_no_engine():
@@ -97,9 +90,7 @@ def test_an_engine_with_a_card_is_checked_like_those_of_the_library_and_does_onl
     found = problems(strategy_name=terse, strategy_config={"max_answer_tokens": 5000})
     assert "response_length = 1024" in found["strategy_config.max_answer_tokens"]
     values = {"actor_train": {"strategy_args": {"strategy_name": terse}}, "adv_estimator": "reinforce"}
-    with pytest.raises(ConfigErrors) as caught:
-        validate(AgenticConfig, values, CHECKS[AgenticConfig])
-    found = {problem.path: problem.expected for problem in caught.value.problems}
+    found = words_of(validate, AgenticConfig, values, CHECKS[AgenticConfig])
     assert "a strategy that trains" in found["actor_train.strategy_args.strategy_name"]
 
 

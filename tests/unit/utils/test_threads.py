@@ -1,27 +1,73 @@
-"""Time limits that waiting does not use up."""
+"""Work side by side with its results in order, and time limits that waiting does not use up."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from roll.extras.sandbox.pool import Sandbox
-from roll.utils.threads import time_limit, turn
+from roll.utils.threads import in_order, time_limit, turn
 
 LIMIT = 0.2
 
 
-@asynccontextmanager
+async def test_results_come_in_the_order_of_the_items_and_few_are_under_way():
+    running, most, taken = 0, 0, 0
+    gates = [asyncio.Event() for _ in range(20)]
+
+    def items():
+        nonlocal taken
+        for number in range(20):
+            taken += 1
+            yield number
+
+    async def work(number: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        # Within a window the later ones are done first.
+        if number % 4 == 3 or number == 19:
+            for gate in gates[: number + 1]:
+                gate.set()
+        await gates[number].wait()
+        running -= 1
+        return number * number
+
+    seen = []
+    async for item, result in in_order(items(), work, 4):
+        assert taken <= item + 4
+        seen.append((item, result))
+    assert seen == [(number, number * number) for number in range(20)] and most == 4
+
+
+async def test_what_is_under_way_is_cancelled_with_a_failure_and_with_the_caller():
+    cancelled = []
+
+    async def work(number: int) -> int:
+        if number == 1:
+            raise ArithmeticError("1")
+        try:
+            await asyncio.sleep(0 if number == 0 else 3600)
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+        return number
+
+    with pytest.raises(ArithmeticError):
+        async for _ in in_order(range(4), work, 4):
+            pass
+    assert cancelled == [2, 3]
+    async with contextlib.aclosing(in_order([0, 2, 3], work, 3)) as results:
+        assert await anext(results) == (0, 0)
+    assert cancelled == [2, 3, 2, 3]
+
+
+@contextlib.asynccontextmanager
 async def taken(slots: asyncio.Semaphore, seconds: float) -> AsyncIterator[None]:
     """The only slot is somebody else's for so long."""
-
-    async def hold() -> None:
-        async with turn(slots):
-            await asyncio.sleep(seconds)
-
-    holder = asyncio.create_task(hold())
+    holder = asyncio.create_task(work(slots, seconds))
     await asyncio.sleep(0)
     yield
     await holder
