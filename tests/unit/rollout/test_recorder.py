@@ -12,22 +12,16 @@ from hypothesis import strategies as st
 
 from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
-from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
 from roll.data.stored import Stored
-from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import TOOL_TURNS, EpisodeSpec, LengthLimits, Recorder, StepEnvManager, TrajEnvManager
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rollout.types import Trajectory, Turn
 from roll.rollout.workers import FlatGroups
 from tests.support.examples import examples
+from tests.support.rollouts import RENDERER, batch_of, group_of, make_trajectory, make_turn, sampled
 
-RENDERER = ChatRenderer(make_tokenizer())
 EngineLog = list[tuple[list[int], Completion]]
-
-
-def make_turn(prompt: list[int], completion: Completion, reward: float = 0.0) -> Turn:
-    return Turn(np.array(prompt, dtype=np.int64), completion, "", "", None, reward, 0.0, "s")
 
 
 @dataclass
@@ -40,13 +34,9 @@ class Engine:
     def generate(self, prompt: list[int]) -> Completion:
         number, size = len(self.log), int(self.rng.integers(0, 4))
         first = number + int(self.rng.integers(3))  # an update may come in the middle
-        completion = Completion(
-            request_id=str(number),
-            token_ids=self.rng.integers(3, size=size),
-            logprobs=-(np.arange(size, dtype=np.float32) / 10 + number + 1),
-            finish_reason=FinishReason.STOP,
-            versions=np.sort(first + self.rng.integers(2, size=size)),
-        )
+        ids, logprobs = self.rng.integers(3, size=size), -(np.arange(size, dtype=np.float32) / 10 + number + 1)
+        versions = np.sort(first + self.rng.integers(2, size=size))
+        completion = sampled(ids, str(number), logprobs=logprobs, versions=versions)
         self.log.append((prompt, completion))
         return completion
 
@@ -82,49 +72,30 @@ def play(seed: int) -> tuple[Trajectory, EngineLog]:
             recorder.add(waiting.pop(int(rng.integers(len(waiting)))))
     for turn in waiting:
         recorder.add(turn)
-    trajectory = Trajectory(
-        tag="A",
-        group_id=0,
-        member=0,
-        seed=0,
-        turns=tuple(recorder.turns),
-        end=EpisodeEnd.TERMINATED,
-        success=True,
-        final_observation="",
-        history=True,
-    )
-    return trajectory, engine.log
+    return make_trajectory(recorder.turns), engine.log
 
 
 def assert_trained(trajectory: Trajectory, log: EngineLog) -> int:
     """Each call of the engine is in one row once, behind what it was given; returns how many rows there are."""
-    sampled = [(prompt, completion) for prompt, completion in log if len(completion.token_ids)]
-    (sent,) = FlatGroups.of([RolloutGroup(0, "A", (trajectory,))])
-    if not sampled:
+    answers = [(prompt, completion) for prompt, completion in log if len(completion.token_ids)]
+    (sent,) = FlatGroups.of([group_of(trajectory)])
+    if not answers:
         return 0
     batch = groups_to_batch([sent], ["A"])
     assert isinstance(vars(batch)["tokens_T"], Stored), "rows stay where they are"
-    for name, column in vars(groups_to_batch([RolloutGroup(0, "A", (trajectory,))], ["A"])).items():
+    for name, column in vars(batch_of(trajectory)).items():
         assert torch.equal(getattr(batch, name), column) if isinstance(column, torch.Tensor) else column is None
-    assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
-    rows = []
-    for start, length in zip(batch.offsets_B.tolist(), batch.lengths_B.tolist(), strict=True):
-        part = slice(start, start + length)
-        rows.append(
-            (
-                batch.tokens_T[part].tolist(),
-                batch.loss_mask_T[part].tolist(),
-                batch.rollout_logprobs_T[part].tolist(),
-                batch.rollout_versions_T[part].tolist(),
-            )
-        )
-    for prompt, completion in sampled:
+    columns = (batch.tokens_T, batch.loss_mask_T, batch.rollout_logprobs_T, batch.rollout_versions_T)
+    rows = [
+        tuple(column[start : start + length].tolist() for column in columns)
+        for start, length in zip(batch.offsets_B.tolist(), batch.lengths_B.tolist(), strict=True)
+    ]
+    for prompt, completion in answers:
         n, m = len(prompt), len(completion.token_ids)
         wanted = (completion.token_ids.tolist(), [True] * m, completion.logprobs.tolist(), completion.versions.tolist())
         found = [row for row in rows if row[0][:n] == prompt and tuple(part[n : n + m] for part in row) == wanted]
         assert len(found) == 1, (prompt, completion, rows)
-    assert int(batch.loss_mask_T.sum()) == sum(len(completion.token_ids) for _, completion in sampled)
-    assert batch.rewards_T is not None and batch.scores_B is not None
+    assert int(batch.loss_mask_T.sum()) == sum(len(completion.token_ids) for _, completion in answers)
     assert float(batch.rewards_T.sum()) == sum(t.reward for t in trajectory.turns if len(t.completion.token_ids))
     if batch.sample_weight_B is not None:
         assert float(batch.sample_weight_B.sum()) == pytest.approx(1.0)
@@ -186,20 +157,15 @@ def test_the_environment_loop_trains_on_the_engines_own_log_too(seed, manager_cl
 
 
 def test_a_conversation_with_a_sub_agent_and_a_compaction_is_three_rows():
-    def say(prompt: list[int], *answer: int) -> Turn:
-        ids = np.array(answer, dtype=np.int64)
-        zeros = np.zeros(len(ids))
-        return make_turn(prompt, Completion("", ids, zeros.astype(np.float32), FinishReason.STOP, ids))
-
     recorder = Recorder()
-    for turn in (
-        say([1, 2], 3),
-        say([8, 9], 7),  # a sub-agent
-        say([1, 2, 3, 4], 5),
-        say([8, 9, 7, 6], 7),  # goes on
-        say([1, 2, 3, 4, 5, 4], 3),
-        say([1, 0, 4], 5),  # the history was compacted
-        say([1, 2], 3),  # tried again, with the same answer
+    for prompt, answer in (
+        ([1, 2], 3),
+        ([8, 9], 7),  # a sub-agent
+        ([1, 2, 3, 4], 5),
+        ([8, 9, 7, 6], 7),  # goes on
+        ([1, 2, 3, 4, 5, 4], 3),
+        ([1, 0, 4], 5),  # the history was compacted
+        ([1, 2], 3),  # tried again, with the same answer
     ):
-        recorder.add(turn)
+        recorder.add(make_turn(prompt, [answer]))
     assert [turn.row for turn in recorder.turns] == [0, 1, 0, 1, 0, 2, 3]

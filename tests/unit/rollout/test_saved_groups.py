@@ -1,9 +1,11 @@
-"""Groups that a checkpoint keeps come back equal in every field, those of environments and those of prompts."""
+"""Groups that a checkpoint or a run has kept: equal in every field, recorded by versions, and taken for played ones."""
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,18 +14,19 @@ import pytest
 from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.env import CustomEnvConfig
 from roll.data.prompts import Prompt
-from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tokenizer
+from roll.data.requests import Completion, GenerateFn, GenerateRequest, SamplingParams
+from roll.pipeline.rollouts import read_rollouts, write_rollouts
+from roll.pipeline.session import RunFailedError
 from roll.rewards.types import RewardResult, Sample
 from roll.rollout.admission import Admission
 from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.schedule import Schedule, step_record
+from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
+from tests.support.rollouts import RENDERER, assert_equal, group_of, make_trajectory, make_turn, sampled
 
-RENDERER = ChatRenderer(make_tokenizer())
 LIMITS = LengthLimits(prompt_length=200, sequence_length=400)
 TEXT = "Zug \x00 \u2028 🏗 \\u0041 '\"\n"
 
@@ -57,13 +60,9 @@ class OddEnv(TextEnv):
 def policy(rng: np.random.Generator) -> GenerateFn:
     async def generate(request: GenerateRequest) -> Completion:
         size = int(rng.integers(1, 6))
-        return Completion(
-            request.request_id,
-            rng.integers(0, 50, size),
-            rng.normal(size=size).astype(np.float32),
-            FinishReason(rng.choice(["stop", "length"])),
-            np.sort(rng.integers(0, 4, size)),
-        )
+        ids, logprobs, versions = rng.integers(0, 50, size), rng.normal(size=size), np.sort(rng.integers(0, 4, size))
+        stops = bool(rng.random() < 0.5)
+        return sampled(ids, request.request_id, logprobs=logprobs, versions=versions, stops=stops)
 
     return generate
 
@@ -77,9 +76,8 @@ async def environment_episode(mode: str, generate: GenerateFn, spec: EpisodeSpec
 
 async def prompt_episode(generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
     async def score(sample: Sample) -> RewardResult:
-        return RewardResult(
-            0.25, False, TEXT, parts={"format": 1 / 7}, notes={"why": TEXT}, seeks_answer=spec.member > 0
-        )
+        told = {"parts": {"format": 1 / 7}, "notes": {"why": TEXT}}
+        return RewardResult(0.25, False, TEXT, **told, seeks_answer=spec.member > 0)
 
     prompt = Prompt("p1", "sums", ({"role": "user", "content": TEXT},), ground_truth={"value": 2})
     env = PromptEnv(prompt, score)
@@ -87,9 +85,15 @@ async def prompt_episode(generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
     return await manager.run_episode(env, env.watch(generate), spec)
 
 
-def group(
-    play: Callable[[GenerateFn, EpisodeSpec], Awaitable[Trajectory]], number: int, *, record: bool
-) -> RolloutGroup:
+Play = Callable[[GenerateFn, EpisodeSpec], Awaitable[Trajectory]]
+PLAYS: dict[str, Play] = {
+    "step": partial(environment_episode, "step"),
+    "traj": partial(environment_episode, "traj"),
+    "prompt": prompt_episode,
+}
+
+
+def group(play: Play, number: int, *, record: bool) -> RolloutGroup:
     generate = policy(np.random.default_rng(number))
 
     async def episode(member: int) -> Trajectory:
@@ -99,28 +103,10 @@ def group(
     return RolloutGroup(number, "A", tuple(played[1:]), 2, (f"failed: {TEXT}",), played[0] if number % 2 else None)
 
 
-def assert_equal(left: Any, right: Any, where: str = "") -> None:
-    if isinstance(left, np.ndarray):
-        assert left.dtype == right.dtype and np.array_equal(left, right), where
-    elif is_dataclass(left):
-        assert type(left) is type(right), where
-        for entry in fields(left):
-            assert_equal(getattr(left, entry.name), getattr(right, entry.name), f"{where}.{entry.name}")
-    elif isinstance(left, tuple | list):
-        assert type(left) is type(right) and len(left) == len(right), where
-        for index, (one, other) in enumerate(zip(left, right, strict=True)):
-            assert_equal(one, other, f"{where}[{index}]")
-    else:
-        assert left == right and isinstance(left, type(right)), where
-
-
-@pytest.mark.parametrize("kind", ["step", "traj", "prompt"])
+@pytest.mark.parametrize("kind", PLAYS)
 def test_a_saved_group_is_equal_in_every_field(kind, tmp_path):
-    def play(generate: GenerateFn, spec: EpisodeSpec) -> Awaitable[Trajectory]:
-        return prompt_episode(generate, spec) if kind == "prompt" else environment_episode(kind, generate, spec)
-
     assert Collected.load(tmp_path / "resume") == Collected([], []), "where nothing was saved"
-    groups = [group(play, number, record=number == 2) for number in (1, 2, 7)]
+    groups = [group(PLAYS[kind], number, record=number == 2) for number in (1, 2, 7)]
     assert any(trajectory.frames for trajectory in groups[1].trajectories) == (kind != "prompt")
     nothing = RolloutGroup(9, "A", (), dropped=3)
     finished = Collected(groups[:2], [groups[2], nothing])
@@ -158,3 +144,38 @@ def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path
     path.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match=r"line 1 is not one of a schedule.jsonl \(KeyError\('groups'\)\)"):
         Schedule.read(path)
+
+
+def numbered(number: int) -> RolloutGroup:
+    turn = make_turn([0, 1], np.arange(3) + number, 1.0)
+    return group_of(make_trajectory([turn], group=number), number=number)
+
+
+def scheduler() -> RolloutScheduler:
+    return RolloutScheduler(SimpleNamespace(num_slots=4), SimpleNamespace(world_size=0), lambda error: None, 1.0)
+
+
+def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path):
+    steps = {1: Collected([numbered(0), numbered(2)], [numbered(1)]), 2: Collected([numbered(3), numbered(4)], [])}
+    for step, collected in steps.items():
+        write_rollouts(str(tmp_path), step, collected)
+    lines = (tmp_path / "step-00001" / "episodes.jsonl").read_text().splitlines()
+    read = [json.loads(line) for line in lines]
+    assert [(each["group_id"], each["trained"]) for each in read] == [(0, True), (2, True), (1, False)]
+
+    admission, player = Admission(2), scheduler()
+    for step, collected in steps.items():
+        found = player.take_found(admission, step, read_rollouts(str(tmp_path), step))
+        assert [each.group_id for each in found.groups] == [each.group_id for each in collected.groups]
+        tokens = found.groups[0].trajectories[0].turns[0].completion.token_ids
+        assert np.array_equal(tokens, np.arange(3) + found.groups[0].group_id)
+        counts = player.commit(admission)
+    assert counts == {"trained": 4, "settled": 1, "waiting": 0} and admission.next_draw == 5
+    with pytest.raises(RunFailedError, match="no rollouts of step 3"):
+        read_rollouts(str(tmp_path), 3)
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 1, 2], [1, 2]])
+def test_rollouts_of_other_batches_are_refused(numbers):
+    with pytest.raises(ValueError, match=r"expected 2 from 0 on"):
+        scheduler().take_found(Admission(2), 1, Collected([numbered(number) for number in numbers], []))

@@ -14,7 +14,7 @@ from roll.algorithms.correction import replay_metrics
 from roll.data.batch import Batch
 from roll.data.columns import ExpertArray, Records
 from roll.data.kept_sets import KeptSets, kept_item
-from roll.data.requests import Completion, FinishReason
+from roll.data.requests import Completion
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import kept_metrics, overlap_metrics, rollout_metrics
 from roll.rollout.rows import groups_to_batch
@@ -23,78 +23,26 @@ from roll.rollout.workers import FlatGroups
 from roll.utils.hashing import derive_seed
 from tests.support.algorithms_batches import random_episodes, rows_of, to_batch
 from tests.support.examples import examples
-
-
-def make_turn(
-    prompt: list[int],
-    sampled: list[int],
-    reward: float = 0.0,
-    penalty: float = 0.0,
-    key: str = "s",
-    finish: FinishReason = FinishReason.STOP,
-) -> Turn:
-    completion = Completion(
-        request_id="r",
-        token_ids=np.array(sampled, dtype=np.int64),
-        logprobs=np.array(sampled, dtype=np.float32) / np.float32(-8),
-        finish_reason=finish,
-        versions=np.array(sampled, dtype=np.int64) + 1000,
-    )
-    action = None if penalty else "Up"
-    return Turn(np.array(prompt, dtype=np.int64), completion, "", "", action, reward, penalty, key)
-
-
-def make_trajectory(
-    turns: list[Turn],
-    *,
-    history: bool,
-    tag: str = "A",
-    group: int = 0,
-    member: int = 0,
-    end: EpisodeEnd = EpisodeEnd.TERMINATED,
-) -> Trajectory:
-    return Trajectory(
-        tag=tag,
-        group_id=group,
-        member=member,
-        seed=0,
-        turns=tuple(turns),
-        end=end,
-        success=bool(turns and turns[-1].task_reward > 0),
-        final_observation="",
-        history=history,
-    )
+from tests.support.rollouts import batch_of, conversation, group_of, make_trajectory, make_turn
 
 
 def test_rewards_by_name_are_of_every_row_of_the_episode():
     turns = [make_turn([1], [2], 0.5), make_turn([3], [4], 1.0)]
     one = replace(make_trajectory(turns, history=False), info={"math/score": 1, "math/format": 0.25, "solved": True})
     other = replace(make_trajectory(turns[:1], history=True, member=1), info={"math/score": -2.0, "note": "x"})
-    groups = [RolloutGroup(0, "A", (one, other))]
+    groups = [group_of(one, other)]
     with pytest.raises(ValueError, match=r"gdpo_reward_keys: 'math/format' of an episode of A is None.*math/score"):
         groups_to_batch(groups, ["A"], ["math/score", "math/format"])
     assert groups_to_batch(groups, ["A"]).parts_BK is None
-    batch = groups_to_batch([RolloutGroup(0, "A", (one,))], ["A"], ["math/format", "math/score", "solved"])
+    batch = groups_to_batch([group_of(one)], ["A"], ["math/format", "math/score", "solved"])
     assert batch.parts_BK.tolist() == [[0.25, 1, 1]] * 2
     assert batch.select([1]).parts_BK.tolist() == [[0.25, 1, 1]]
 
 
-def conversation(turns: list[tuple[list[int], list[int], float]]) -> list[Turn]:
-    """Turns of one growing conversation from what each adds."""
-    prompt: list[int] = []
-    made = []
-    for added, sampled, reward in turns:
-        prompt = prompt + added
-        made.append(make_turn(prompt, sampled, reward))
-        prompt = prompt + sampled
-    return made
-
-
 def test_separate_turns_are_a_row_each():
     turns = [make_turn([1, 2], [3, 4], 0.5, key="s0"), make_turn([5], [6], 1.0, -0.25, key="s1")]
-    batch = groups_to_batch(
-        [RolloutGroup(7, "B", (make_trajectory(turns, history=False, tag="B", group=7),))], ["A", "B"]
-    )
+    episode = make_trajectory(turns, history=False, tag="B", group=7)
+    batch = groups_to_batch([group_of(episode, number=7)], ["A", "B"])
     expected: dict[str, list[float]] = {
         "lengths_B": [4, 2],
         "tokens_T": [1, 2, 3, 4, 5, 6],
@@ -115,16 +63,20 @@ def test_separate_turns_are_a_row_each():
 
 def test_a_conversation_is_one_row():
     turns = conversation([([1, 2], [3], 0.5), ([4], [5, 6], 0.0), ([7], [8], 2.0)])
-    batch = groups_to_batch([RolloutGroup(0, "A", (make_trajectory(turns, history=True),))], ["A"])
-    assert batch.lengths_B.tolist() == [8]
-    assert batch.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert batch.loss_mask_T.tolist() == [False, False, True, False, True, True, False, True]
-    assert batch.turn_T is not None and batch.turn_T.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert batch.rewards_T is not None and batch.rewards_T.tolist() == [0, 0, 0.5, 0, 0, 0, 0, 2.0]
-    assert batch.state_B is not None and batch.state_B.tolist() == [derive_seed("s")]
-    assert batch.scores_B is not None and batch.scores_B.tolist() == [2.5]
+    batch = batch_of(make_trajectory(turns))
+    expected: dict[str, list[float]] = {
+        "lengths_B": [8],
+        "tokens_T": [1, 2, 3, 4, 5, 6, 7, 8],
+        "loss_mask_T": [0, 0, 1, 0, 1, 1, 0, 1],
+        "turn_T": [0, 0, 0, 1, 1, 1, 2, 2],
+        "rewards_T": [0, 0, 0.5, 0, 0, 0, 0, 2.0],
+        "state_B": [derive_seed("s")],
+        "scores_B": [2.5],
+    }
+    assert {name: getattr(batch, name).tolist() for name in expected} == expected
 
 
+WHOLE, CUT = make_turn([1], [2]), make_turn([1, 2], [3, 4], stops=False)
 added = st.tuples(
     st.lists(st.integers(0, 9), min_size=1, max_size=3),
     st.lists(st.integers(0, 9), max_size=3),
@@ -173,7 +125,6 @@ def test_rows_against_a_plain_loop(groups):
 
 
 def _rows(batch: Batch) -> list[tuple[int, int, list[int], list[bool], list[float]]]:
-    assert batch.rewards_T is not None and batch.group_B is not None and batch.traj_B is not None
     columns = [
         [part.tolist() for part in column.split(batch.lengths_B.tolist())]
         for column in (batch.tokens_T, batch.loss_mask_T, batch.rewards_T)
@@ -181,34 +132,29 @@ def _rows(batch: Batch) -> list[tuple[int, int, list[int], list[bool], list[floa
     return list(zip(batch.group_B.tolist(), batch.traj_B.tolist(), *columns, strict=True))
 
 
-def test_rows_that_the_length_limit_cut_off_are_told():
-    whole, cut = make_turn([1], [2]), make_turn([1, 2], [3, 4], finish=FinishReason.LENGTH)
-    full = EpisodeEnd.CONTEXT_FULL
-
-    def truncated(turns: list[Turn], history: bool, end: EpisodeEnd = EpisodeEnd.TERMINATED) -> list[bool]:
-        group = RolloutGroup(0, "A", (make_trajectory(turns, history=history, end=end),))
-        batch = groups_to_batch([group], ["A"])
-        assert batch.truncated_B is not None
-        return batch.truncated_B.tolist()
-
-    assert truncated([whole, cut], history=False) == [False, True]
-    assert truncated([whole, cut], history=True) == [True]
-    assert truncated([make_turn([1], [2], finish=FinishReason.LENGTH), make_turn([1, 2], [3])], history=True) == [False]
-    assert truncated([whole, whole], history=False, end=full) == [True, True]
-    assert truncated([whole], history=True, end=full) == [True]
+@pytest.mark.parametrize(
+    ("turns", "history", "end", "truncated"),
+    [
+        ([WHOLE, CUT], False, EpisodeEnd.TERMINATED, [False, True]),
+        ([WHOLE, CUT], True, EpisodeEnd.TERMINATED, [True]),
+        ([make_turn([1], [2], stops=False), make_turn([1, 2], [3])], True, EpisodeEnd.TERMINATED, [False]),
+        ([WHOLE, WHOLE], False, EpisodeEnd.CONTEXT_FULL, [True, True]),
+        ([WHOLE], True, EpisodeEnd.CONTEXT_FULL, [True]),
+    ],
+)
+def test_rows_that_the_length_limit_cut_off_are_told(turns, history, end, truncated):
+    assert batch_of(make_trajectory(turns, history=history, end=end)).truncated_B.tolist() == truncated
 
 
 def test_the_greedy_score_stands_on_every_row_of_its_group():
     def trajectory(group: int, member: int, reward: float) -> Trajectory:
-        return make_trajectory(
-            [make_turn([1], [2]), make_turn([1], [2], reward)], history=False, group=group, member=member
-        )
+        turns = [make_turn([1], [2]), make_turn([1], [2], reward)]
+        return make_trajectory(turns, history=False, group=group, member=member)
 
-    first = RolloutGroup(0, "A", (trajectory(0, 0, 1.0), trajectory(0, 1, 0.0)), baseline=trajectory(0, -1, 0.25))
-    second = RolloutGroup(1, "A", (trajectory(1, 0, 1.0),), baseline=trajectory(1, -1, -2.0))
-    lost = RolloutGroup(2, "A", (trajectory(2, 0, 1.0),))
+    first = group_of(trajectory(0, 0, 1.0), trajectory(0, 1, 0.0), baseline=trajectory(0, -1, 0.25))
+    second = group_of(trajectory(1, 0, 1.0), number=1, baseline=trajectory(1, -1, -2.0))
+    lost = group_of(trajectory(2, 0, 1.0), number=2)
     batch = groups_to_batch([first, lost, second], ["A"])
-    assert batch.baseline_B is not None and batch.group_B is not None and batch.traj_B is not None
     assert batch.baseline_B.tolist() == [0.25] * 4 + [-2.0] * 2
     assert batch.group_B.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.traj_B.tolist() == [0, 0, 1, 1, 2, 2]
@@ -222,7 +168,7 @@ def test_the_greedy_score_stands_on_every_row_of_its_group():
 def test_metrics_are_means_over_episodes_and_turns():
     won = make_trajectory([make_turn([1, 2], [3], 0.0), make_turn([1], [3, 4], 1.0)], history=False, tag="A")
     lost = make_trajectory([make_turn([1, 2, 3], [3], -1.0, -0.5)], history=False, tag="B")
-    groups = [RolloutGroup(0, "A", (won,), dropped=1, errors=("x", "y")), RolloutGroup(1, "B", (lost,))]
+    groups = [group_of(won, dropped=1, errors=("x", "y")), group_of(lost, number=1)]
     assert rollout_metrics(groups, "rollout") == {
         "rollout/episodes": 2,
         "rollout/dropped": 1,
@@ -259,6 +205,9 @@ def test_metrics_are_means_over_episodes_and_turns():
     }
 
 
+PLAIN = make_trajectory([make_turn([1], [2, 3])])
+
+
 def experts(first: int, tokens: int) -> ExpertArray:
     """Two layers of one expert each, numbered on, the last token unknown."""
     told = np.arange(first, first + 2 * tokens, dtype=np.int16).reshape(tokens, 2)
@@ -278,39 +227,35 @@ def with_experts(member: int = 0, *, history: bool = True) -> Trajectory:
 
 
 def test_a_row_has_for_each_token_the_experts_that_were_known_first():
-    batch = groups_to_batch([RolloutGroup(0, "A", (with_experts(),))], ["A"])
+    batch = batch_of(with_experts())
     expected = [[0, 1], [2, 3], [4, 5], [106, 107], [108, 109], [110, 111], [-1, -1]]
-    assert batch.experts_TE is not None and batch.experts_TE.tolist() == expected
-    apart = groups_to_batch([RolloutGroup(0, "A", (with_experts(history=False),))], ["A"])
+    assert batch.experts_TE.tolist() == expected
+    apart = batch_of(with_experts(history=False))
     assert apart.experts_TE[:4].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1]]
     assert apart.experts_TE[4:].tolist() == [*([100 + 2 * n, 101 + 2 * n] for n in range(6)), [-1, -1]]
 
 
 def test_rows_without_experts_are_left_to_the_routers():
-    plain = make_trajectory([make_turn([1], [2, 3])], history=True)
-    batch = groups_to_batch([RolloutGroup(0, "A", (plain, with_experts()))], ["A"])
+    batch = batch_of(PLAIN, with_experts())
     assert batch.experts_TE[:3].tolist() == [[-1, -1]] * 3 and batch.experts_TE[3].tolist() == [0, 1]
-    assert groups_to_batch([RolloutGroup(0, "A", (plain,))], ["A"]).experts_TE is None
+    assert batch_of(PLAIN).experts_TE is None
 
 
 def test_a_turn_that_tells_none_leaves_what_is_known_of_its_row():
     silent = make_turn([1, 2, 3, 4, 5], [6, 7])
-    turns = [routed(make_turn([1, 2], [3, 4]), 0), silent]
-    groups = [RolloutGroup(0, "A", (make_trajectory(turns, history=True),))]
+    groups = [group_of(make_trajectory([routed(make_turn([1, 2], [3, 4]), 0), silent]))]
     expected = [[0, 1], [2, 3], [4, 5], *[[-1, -1]] * 4]
     for found in (groups, list(FlatGroups.of(groups))):
         assert groups_to_batch(found, ["A"]).experts_TE.tolist() == expected
-    late = [make_turn([1, 2], [3, 4]), routed(silent, 100)]
-    groups = [RolloutGroup(0, "A", (make_trajectory(late, history=True),))]
-    told = groups_to_batch(list(FlatGroups.of(groups)), ["A"]).experts_TE
+    late = group_of(make_trajectory([make_turn([1, 2], [3, 4]), routed(silent, 100)]))
+    told = groups_to_batch(list(FlatGroups.of([late])), ["A"]).experts_TE
     assert told[:2].tolist() == [[100, 101], [102, 103]] and len(told) == 7
 
 
 def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path):
-    plain = make_trajectory([make_turn([1], [2, 3])], history=True)
     groups = [
-        RolloutGroup(0, "A", (with_experts(0), plain, with_experts(2, history=False)), baseline=with_experts(-1)),
-        RolloutGroup(1, "A", (with_experts(0),)),
+        group_of(with_experts(0), PLAIN, with_experts(2, history=False), baseline=with_experts(-1)),
+        group_of(with_experts(0), number=1),
     ]
     sent = FlatGroups.of(groups)
     assert len(sent.block.arrays["experts_TE"]) == len(sent.block.arrays["tokens_T"]) == 3 * 7 + 3 + 4 + 7
@@ -327,8 +272,7 @@ def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path):
 
 def test_the_driver_says_where_experts_and_kept_sets_lie_and_reads_none():
     turns = [kept(turn, [9, 3], [4]) for turn in with_experts().turns]
-    plain = make_trajectory([make_turn([1], [2, 3])], history=True)
-    groups = [RolloutGroup(number, "A", (make_trajectory(turns, history=True), plain)) for number in range(2)]
+    groups = [group_of(make_trajectory(turns), PLAIN, number=number) for number in range(2)]
     here, sent = groups_to_batch(groups, ["A"]), [*FlatGroups.of(groups)]
     assert kept_metrics(sent) == kept_metrics(groups)
     there = groups_to_batch(sent, ["A"])
@@ -353,7 +297,7 @@ def kept(turn: Turn, *sets: list[int]) -> Turn:
 @pytest.mark.parametrize("history", [True, False])
 def test_kept_sets_stay_with_their_tokens(history, tmp_path):
     turns = [kept(make_turn([1, 2], [3, 4]), [9, 3], []), kept(make_turn([1, 2, 3, 4, 5], [6, 7]), [6], [7, 0])]
-    groups = [RolloutGroup(0, "A", (make_trajectory(turns, history=history),))]
+    groups = [group_of(make_trajectory(turns, history=history))]
     Collected(list(pickle.loads(pickle.dumps(FlatGroups.of(groups)))), []).save(tmp_path)
     groups = Collected.load(tmp_path).groups
     figures = {"rollout/kept_tokens": 5 / 3, "rollout/kept_overflow": 1 / 4, "rollout/kept_set_bytes": (6 + 7) / 4}
@@ -392,7 +336,6 @@ def test_lags_are_those_of_the_oldest_token_of_each_group_and_of_all_tokens(seed
     metrics = overlap_metrics(batch, admission, version)
 
     groups: defaultdict[int, list[int]] = defaultdict(list)
-    assert batch.group_B is not None
     for row, group in zip(rows, batch.group_B.tolist(), strict=True):
         groups[group] += [version - versions[token] for token in row]
     oldest = [max(lags) for lags in groups.values() if lags]

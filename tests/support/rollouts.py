@@ -1,0 +1,90 @@
+"""Answers, turns, episodes and batches that tests of rollouts make up: they say only what is not as usual."""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from roll.data.batch import Batch
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason
+from roll.models.tiny import make_tokenizer
+from roll.rollout.rows import groups_to_batch
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+
+TOKENIZER = make_tokenizer()
+RENDERER = ChatRenderer(TOKENIZER)
+
+
+def sampled(ids: Any, request_id: str = "r", *, logprobs: Any = 0, versions: Any = 0, stops: bool = True) -> Completion:
+    """An answer of these tokens; ``logprobs`` and ``versions`` may be one value for all of them."""
+    ids = np.asarray(ids, dtype=np.int64)
+    logprobs = np.full(len(ids), logprobs, dtype=np.float32)
+    versions = np.full(len(ids), versions, dtype=np.int64)
+    return Completion(request_id, ids, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, versions)
+
+
+def make_turn(
+    prompt: Sequence[int],
+    answer: Sequence[int] | Completion,
+    reward: float = 0.0,
+    penalty: float = 0.0,
+    key: str = "s",
+    stops: bool = True,
+) -> Turn:
+    """A turn; the log-probs and the versions of an answer that is given as tokens tell these tokens from others."""
+    if not isinstance(answer, Completion):
+        ids = np.array(answer, dtype=np.int64)
+        answer = sampled(ids, logprobs=ids / np.float32(-8), versions=ids + 1000, stops=stops)
+    action = None if penalty else "Up"
+    return Turn(np.array(prompt, dtype=np.int64), answer, "", "", action, reward, penalty, key)
+
+
+def make_trajectory(
+    turns: Sequence[Turn],
+    *,
+    history: bool = True,
+    tag: str = "A",
+    group: int = 0,
+    member: int = 0,
+    end: EpisodeEnd = EpisodeEnd.TERMINATED,
+) -> Trajectory:
+    success = bool(turns and turns[-1].task_reward > 0)
+    return Trajectory(tag, group, member, 0, tuple(turns), end, success, "", history)
+
+
+def conversation(turns: Sequence[tuple[list[int], list[int], float]]) -> list[Turn]:
+    """Turns of one growing conversation from what each adds."""
+    prompt: list[int] = []
+    made = []
+    for added, answer, reward in turns:
+        prompt = prompt + added
+        made.append(make_turn(prompt, answer, reward))
+        prompt = prompt + answer
+    return made
+
+
+def group_of(*episodes: Trajectory, number: int = 0, **others: Any) -> RolloutGroup:
+    return RolloutGroup(number, episodes[0].tag if episodes else "A", episodes, **others)
+
+
+def batch_of(*episodes: Trajectory) -> Batch:
+    """The rows of one group."""
+    return groups_to_batch([group_of(*episodes)], [episodes[0].tag])
+
+
+def assert_equal(left: Any, right: Any, where: str = "") -> None:
+    """Of the same types and equal in every field, down to the arrays."""
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype and np.array_equal(left, right), where
+    elif is_dataclass(left):
+        assert type(left) is type(right), where
+        for entry in fields(left):
+            assert_equal(getattr(left, entry.name), getattr(right, entry.name), f"{where}.{entry.name}")
+    elif isinstance(left, tuple | list):
+        assert type(left) is type(right) and len(left) == len(right), where
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_equal(one, other, f"{where}[{index}]")
+    else:
+        assert left == right and isinstance(left, type(right)), where
