@@ -17,6 +17,7 @@ from tests.support.choice import one_in
 from tests.unit.extras.importers.imported import FILES, imported
 
 RUNS = yaml.safe_load((FILES / "runs.yaml").read_text())
+PLACES = [(system, name) for system in ("verl", "roll") for name in RUNS[system]]
 ROLLOUTS = 200
 """Of a run that ends with its epochs, whose length only the data knows."""
 K3, K1 = ("k3", "low_var_kl"), ("k1", "kl")
@@ -89,11 +90,12 @@ def step_of(config: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("system", "name"), one_in(2, [(system, name) for system in RUNS for name in RUNS[system]]))
+@pytest.mark.parametrize(("system", "name"), one_in(2, PLACES))
 def test_a_step_is_what_it_was(system, name):
     run = RUNS[system][name]
     if system == "verl":
-        text = "python3 -m verl.trainer.main_ppo " + run["words"].replace("~", "actor_rollout_ref.")
+        words = dict(word.split("=", 1) for word in " ".join(run["words"]).replace("~", "actor_rollout_ref.").split())
+        text = "python3 -m verl.trainer.main_ppo " + " ".join(f"{key}={value}" for key, value in words.items())
     config = imported(system, text=text if system == "verl" else yaml.safe_dump(run["config"])).config
     found, expected = step_of(config), dict(run["expected"])
     rates, peak = expected.pop("rate"), config.actor_train.training_args.learning_rate
