@@ -10,16 +10,55 @@ from roll.extras.importers.bash import Bash
 from roll.extras.importers.reading import ScriptError, Unread, read_script
 
 RUN = "python3 -m verl.trainer.main_ppo"
+FUNCTIONS = f'train() {{\n  local name="$1"\n  shift\n  {RUN} a=$name "$@"\n}}\nfunction set_b {{ B=2; }}\nset_b\n'
 
+BRANCHES = """
+BACKEND=$1
+ENGINE=megatron
+N=2
+if [[ $ENGINE == "megatron" ]]; then
+    NAME=first
+    if [ "${USE_LORA:-0}" = "1" ]; then EXTRA=lora; else EXTRA=none; fi
+elif [ -n "$HOME_OF_NOBODY" ]
+then
+    NAME=second
+else
+    NAME=third
+    if [ -f a_file ]; then NAME=fourth; fi
+fi
+if [ $N -gt 2 ]; then
+    N=9
+elif [[ ! $ENGINE == fsdp* ]]; then
+    N=$((N * 4))
+fi
+if [ -z "$BACKEND" ]; then BACKEND=unset; fi
+"""
 
-def words(text: str) -> list[str]:
-    return read_script(text, "verl").overrides
+CASES = """
+MODE=${1:-small}
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --mode) MODE="$2"; shift 2 ;;
+    *) shift ;;
+  esac
+done
+case "$MODE" in
+  small|tiny) A=1; B=2 ;;
+  big) A=9 ;;
+  *) echo "no $MODE"; exit 1 ;;
+esac
+[ -z "$C" ] && C=unset
+[[ "$MODE" == "big" ]] && A=10
+[ -n "${D:-}" ] || D=3
+"""
 
-
+SEVERAL = "the script starts several runs: the first is read"
+# A script, the words of its command, what of them only a shell can tell, and notes.
 SCRIPTS = {
     "lines that go on": (f"# a\n{RUN} \\\n  a.b=1 \\\n  d=3 $@\necho done=1", ["a.b=1", "d=3"]),
-    "a last line that goes on": (f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n", ["a.b=1", "d=3"]),
-    "a script that ends in the middle of a line": (f"{RUN} a.b=1 d=3 \\", ["a.b=1", "d=3"]),
+    "its last line goes on": (f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n", ["a.b=1", "d=3"], {}, ["line 4 cannot be read: "]),
+    "a script that ends in the middle of a line": (f"{RUN} a.b=1 d=3 \\", ["a.b=1", "d=3"], {},
+        ["line 1 cannot be read: \\"]),
     "variables in order": (f'A=1\nA=2\nexport C=${{A}}z\n{RUN} a=$A c=$C e=$HOME/f g=$A$A\nA=3',
         ["a=2", "c=2z", "e=${oc.env:HOME}/f", "g=22"]),
     "variables in fallbacks":
@@ -32,18 +71,54 @@ SCRIPTS = {
         (f'N=1\nif [ -z "$M" ]; then echo "M is missing"; exit 1; fi\n[ -f "$M" ] || exit 2\n{RUN} a=$N m=$M',
          ["a=1", "m=${oc.env:M}"]),
     "a variable that must be set": (f'{RUN} e=${{O:+set}} f="${{P:?no P}}"', ["e=", "f=${oc.env:P}"]),
-    "the first round of a loop": (f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone", ["lr=1e-6"]),
+    "the first round of a loop": (f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone", ["lr=1e-6"], {}, [SEVERAL]),
+    "the first of several calls": (f"run() {{\n  {RUN} a=$1\n}}\nrun 1\nrun 2", ["a=1"], {}, [SEVERAL]),
     "a do right behind the values of a loop":
         ('rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
-         f"\n{RUN} a=${{rate}}\\\n  b=2\ndone", ["a=1e-3", "b=2"]),
+         f"\n{RUN} a=${{rate}}\\\n  b=2\ndone", ["a=1e-3", "b=2"], {}, [SEVERAL]),
     "a document that is run": (f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n", ["a=1"]),
     "a document that is no command": (f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2", ["b=2"]),
+    "branches": (f"{BRANCHES}{RUN} a=$NAME b=$EXTRA c=$N d=$BACKEND", ["a=first", "b=none", "c=8", "d=unset"]),
+    "branches that only a shell can choose":
+        (f"{BRANCHES.replace('ENGINE=megatron', 'ENGINE=fsdp2')}{RUN} a=$NAME c=$N", ["c=2"],
+         {"a": Unread("second or fourth or third", ("HOME_OF_NOBODY",))}),
+    "parts of a variable":
+        (f"A=x/y/x\nif [ $A = b ]; then\n{RUN} a=1\nelse\n{RUN} b=${{A//x/z}} c=${{A/x/z}}\nfi",
+         ["b=z/y/z", "c=z/y/x"]),
+    "a rank": (f"A=0\nif [ $RANK = 0 ]; then\n  A=1\nfi\n{RUN} a=$A b=2", ["b=2"], {"a": Unread("1 or 0", ("RANK",))}),
+    "another command": (f"A=0\nif grep -q x y; then\n  A=1\nfi\n{RUN} a=$A b=2", ["b=2"], {"a": Unread("1 or 0", ())}),
+    "a loop": (f"A=0\nwhile [ $RANK ]; do\n  A=1\ndone\n{RUN} a=$A b=2", ["b=2"], {"a": Unread("1 or 0", ("RANK",))}),
+    "of several commands a shell chooses one":
+        (f"if [ $A ]; then\n  {RUN} a=1 n=2\nelse\n  {RUN} a=1 n=3\nfi", ["a=1"], {"n": Unread("2 or 3", ("A",))}),
+    "of several values the last decides": (f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=$N n=3", ["n=3"]),
+    "a last value that nobody knows":
+        (f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=3 n=$N", [], {"n": Unread("1 or 2", ("A",))}),
+    "paths of the script itself":
+        ('HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\nM=Qwen/Qwen3-8B\n' + f'{RUN} a="$HERE/data" '
+         'b=$(basename $M) c=${M##*/} d=${M%%/*} e=`dirname $M` f="$(dirname "$0")/x"',
+         ["a=work/data", "b=Qwen3-8B", "c=Qwen3-8B", "d=Qwen", "e=Qwen", "f=work/scripts/x"]),
+    **{f"a command in a variable, {start}":
+        (f'A="[\'x y\', \'z\']"\nCMD="{RUN} \\\n  a=\\"$A\\" b=1 \\$@"\necho "now: $CMD"\n{start}',
+         ["a=['x y', 'z']", "b=1"])
+        for start in ("eval $CMD", 'bash -c "$CMD"', 'ray job submit -- bash -lc "$CMD"', 'eval "$CMD"')},
+    "functions are read where they are called": (f"{FUNCTIONS}train one b=$B c=3", ["a=one", "b=2", "c=3"]),
+    "a function that another file calls": (FUNCTIONS, ["a="]),
+    "cases and lists": (f"{CASES}{RUN} a=$A b=$B d=$D", ["a=1", "b=2", "d=3"]),
+    "other cases": (f"{CASES.replace(':-small', ':-big')}{RUN} a=$A d=$D", ["a=10", "d=3"]),
+    **{f"a script that ends without its arguments: {check}":
+        (f'{check}\nprocesses=$1\nshift\n{RUN} a=1 trainer.n_gpus_per_node=$processes b=${{2:-3}} "$@"',
+         ["a=1", "b=3"], {"trainer.n_gpus_per_node": Unread("$(echo $1)")})
+        for check in ('if [ "$#" -lt 2 ]; then\n  echo "Usage: $0 <processes> <folder>"\n  exit 1\nfi',
+                      "[ $# -ge 2 ] || { echo usage; exit 1; }", '[ -z "$1" ] && exit 1',
+                      'if [[ -z "${1:-}" ]]; then exit 2; fi')},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "expected"), SCRIPTS.values(), ids=SCRIPTS)
-def test_words_of_a_script(script, expected):
-    assert words(script) == expected
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_words_of_a_script(what):
+    script, *expected = SCRIPTS[what]
+    found = read_script(script, "verl", "work/scripts/run.sh")
+    assert [found.overrides, found.unread, found.notes] == expected + [[], {}, []][len(expected) :]
 
 
 @pytest.mark.parametrize("line", ["a.b=1 \\\n  # c=2 \\\n  d=3", "a.b=1 \\ \n  d=3", "\\\n  a.b=1\n  c.d=3"])
@@ -79,54 +154,9 @@ def test_what_a_shell_computes_is_never_run_and_told(tmp_path):
 
 def test_the_named_configuration_is_found():
     found = read_script(f"D=$PWD\n{RUN} --config-path=$D/config --config-name 'mine' a=1 2>&1 | tee x=y", "verl")
-    assert found.config == "${oc.env:PWD}/config/mine"
-    assert found.overrides == ["a=1"]
-    assert (
-        read_script("python a/chatlearn/entrypoint.py grpo --config-file t.yaml x.y=1", "chatlearn").config == "t.yaml"
-    )
-
-
-BRANCHES = """
-BACKEND=$1
-ENGINE=megatron
-N=2
-if [[ $ENGINE == "megatron" ]]; then
-    NAME=first
-    if [ "${USE_LORA:-0}" = "1" ]; then EXTRA=lora; else EXTRA=none; fi
-elif [ -n "$HOME_OF_NOBODY" ]
-then
-    NAME=second
-else
-    NAME=third
-    if [ -f a_file ]; then NAME=fourth; fi
-fi
-if [ $N -gt 2 ]; then
-    N=9
-elif [[ ! $ENGINE == fsdp* ]]; then
-    N=$((N * 4))
-fi
-if [ -z "$BACKEND" ]; then BACKEND=unset; fi
-"""
-
-
-def test_branches_are_chosen_by_the_variables_of_the_script():
-    found = read_script(f"{BRANCHES}{RUN} a=$NAME b=$EXTRA c=$N d=$BACKEND", "verl")
-    assert found.overrides == ["a=first", "b=none", "c=8", "d=unset"] and not found.notes
-    other = read_script(f"{BRANCHES.replace('ENGINE=megatron', 'ENGINE=fsdp2')}{RUN} a=$NAME c=$N", "verl")
-    assert other.overrides == ["c=2"]
-    assert other.unread == {"a": Unread("second or fourth or third", ("HOME_OF_NOBODY",))}
-    once = read_script(f"A=x/y/x\nif [ $A = b ]; then\n{RUN} a=1\nelse\n{RUN} b=${{A//x/z}} c=${{A/x/z}}\nfi", "verl")
-    assert once.overrides == ["b=z/y/z", "c=z/y/x"]
-
-
-@pytest.mark.parametrize(
-    ("line", "by"),
-    [("if [ $RANK = 0 ]; then", ("RANK",)), ("if grep -q x y; then", ()), ("while [ $RANK ]; do", ("RANK",))],
-)
-def test_what_only_a_shell_can_choose_is_never_guessed(line, by):
-    end = "done" if line.endswith("do") else "fi"
-    found = read_script(f"A=0\n{line}\n  A=1\n{end}\n{RUN} a=$A b=2", "verl")
-    assert found.overrides == ["b=2"] and found.unread == {"a": Unread("1 or 0", by)}
+    assert (found.config, found.overrides) == ("${oc.env:PWD}/config/mine", ["a=1"])
+    found = read_script("python a/chatlearn/entrypoint.py grpo --config-file t.yaml x.y=1", "chatlearn")
+    assert found.config == "t.yaml"
 
 
 DEVICES = """
@@ -150,14 +180,6 @@ def test_variables_of_the_environment_decide():
     assert gpu.overrides == ["a=1", "b=2", "n=16", "d=gpu"] and not gpu.unread
     npu = read_script(command, "verl", variables={"DEVICE": "npu"})
     assert npu.overrides == ["a=1", "b=2", "c=3", "n=4", "d=npu"]
-
-
-def test_of_several_commands_a_shell_chooses_one_and_of_several_values_the_last_decides():
-    found = read_script(f"if [ $A ]; then\n  {RUN} a=1 n=2\nelse\n  {RUN} a=1 n=3\nfi", "verl")
-    assert found.overrides == ["a=1"] and found.unread == {"n": Unread("2 or 3", ("A",))}
-    assert words(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=$N n=3") == ["n=3"]
-    later = read_script(f"if [ $A ]; then N=1; else N=2; fi\n{RUN} n=3 n=$N", "verl")
-    assert later.overrides == [] and list(later.unread) == ["n"]
 
 
 def test_variables_of_files_that_the_script_reads_and_those_that_it_sets_itself(tmp_path):
@@ -247,65 +269,3 @@ def test_words_are_those_that_bash_makes(name, tmp_path):
 def test_a_script_without_the_command_is_refused(text):
     with pytest.raises(ScriptError, match="no command that starts"):
         read_script(text, "verl")
-
-
-def test_paths_of_the_script_itself_are_text():
-    text = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\nM=Qwen/Qwen3-8B\n'
-    text += f'{RUN} a="$HERE/data" b=$(basename $M) c=${{M##*/}} d=${{M%%/*}} e=`dirname $M` f="$(dirname "$0")/x"'
-    found = read_script(text, "verl", "work/scripts/run.sh")
-    assert found.overrides == ["a=work/data", "b=Qwen3-8B", "c=Qwen3-8B", "d=Qwen", "e=Qwen", "f=work/scripts/x"]
-
-
-@pytest.mark.parametrize("start", ["eval $CMD", 'bash -c "$CMD"', 'ray job submit -- bash -lc "$CMD"', 'eval "$CMD"'])
-def test_a_command_in_a_variable(start):
-    text = f'A="[\'x y\', \'z\']"\nCMD="{RUN} \\\n  a=\\"$A\\" b=1 \\$@"\necho "now: $CMD"\n{start}'
-    assert words(text) == ["a=['x y', 'z']", "b=1"]
-
-
-def test_functions_are_read_where_they_are_called_and_the_first_of_several_runs_counts():
-    text = f'train() {{\n  local name="$1"\n  shift\n  {RUN} a=$name "$@"\n}}\nfunction set_b {{ B=2; }}\nset_b\n'
-    assert words(f"{text}train one b=$B c=3") == ["a=one", "b=2", "c=3"]
-    assert words(text) == ["a="], "a function that another file calls"
-    found = read_script(f"run() {{\n  {RUN} a=$1\n}}\nrun 1\nrun 2", "verl")
-    assert found.overrides == ["a=1"] and any("several runs" in note for note in found.notes)
-
-
-CASES = """
-MODE=${1:-small}
-while [[ $# -gt 0 ]]; do
-  case $1 in
-    --mode) MODE="$2"; shift 2 ;;
-    *) shift ;;
-  esac
-done
-case "$MODE" in
-  small|tiny) A=1; B=2 ;;
-  big) A=9 ;;
-  *) echo "no $MODE"; exit 1 ;;
-esac
-[ -z "$C" ] && C=unset
-[[ "$MODE" == "big" ]] && A=10
-[ -n "${D:-}" ] || D=3
-"""
-
-
-def test_cases_and_lists_are_chosen_by_the_variables_of_the_script():
-    found = read_script(f"{CASES}{RUN} a=$A b=$B d=$D", "verl")
-    assert found.overrides == ["a=1", "b=2", "d=3"]
-    assert words(f"{CASES.replace(':-small', ':-big')}{RUN} a=$A d=$D") == ["a=10", "d=3"]
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        'if [ "$#" -lt 2 ]; then\n  echo "Usage: $0 <processes> <folder>"\n  exit 1\nfi',
-        "[ $# -ge 2 ] || { echo usage; exit 1; }",
-        '[ -z "$1" ] && exit 1',
-        'if [[ -z "${1:-}" ]]; then exit 2; fi',
-    ],
-)
-def test_a_script_that_ends_without_its_arguments_is_read_as_with_them(check):
-    text = f'{check}\nprocesses=$1\nshift\n{RUN} a=1 trainer.n_gpus_per_node=$processes b=${{2:-3}} "$@"'
-    found = read_script(text, "verl")
-    assert found.overrides == ["a=1", "b=3"]
-    assert found.unread == {"trainer.n_gpus_per_node": Unread("$(echo $1)")}

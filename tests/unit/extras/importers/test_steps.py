@@ -11,24 +11,27 @@ import yaml
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.training.optim import learning_rate
 from tests.support.choice import one_in
 from tests.unit.extras.importers.imported import FILES, imported
 
 RUNS = yaml.safe_load((FILES / "runs.yaml").read_text())
+PLACES = [(system, name) for system in ("verl", "roll") for name in RUNS[system]]
 ROLLOUTS = 200
 """Of a run that ends with its epochs, whose length only the data knows."""
-K3, K1 = ("k3", "low_var_kl"), ("k1", "kl")
 
 
-def kl(config: Any) -> list[Any] | None:
+def kl_of(config: Any) -> list[Any] | None:
+    names = {"kl": "k1", "low_var_kl": "k3", "mse": "k2"}
     if config.use_kl_loss:
-        name = config.kl_loss_penalty or config.kl_penalty
-        return ["loss", "k3" if name in K3 else name, config.kl_loss_coef]
+        return ["loss", names.get(config.loss_kl_penalty, config.loss_kl_penalty), config.kl_loss_coef]
     if config.add_token_level_kl:
-        return ["reward", "k1" if config.kl_penalty in K1 else config.kl_penalty, config.init_kl_coef]
+        return ["reward", names.get(config.kl_penalty, config.kl_penalty), config.init_kl_coef]
     return None
+
+
+def clip_of(config: Any) -> list[float]:
+    return [config.pg_clip_low, config.pg_clip_high] if config.use_pg_clip_range else [config.pg_clip] * 2
 
 
 def sampling(arguments: Any) -> list[Any] | str:
@@ -58,20 +61,15 @@ def step_of(config: Any) -> dict[str, Any]:
     steps = config.optimizer_steps_per_epoch * epochs
     rollouts = config.max_steps if agentic or config.total_epochs is None else ROLLOUTS
     last = rollouts * steps - 1
-    ranged = config.use_pg_clip_range
-    low, high = (config.pg_clip_low, config.pg_clip_high) if ranged else (config.pg_clip, config.pg_clip)
     cispo = config.pg_variant == "cispo"
+    clip = [config.cispo_epsilon_low, config.cispo_epsilon_high] if cispo else clip_of(config)
     return {
         "answers": [config.rollout_batch_size, 1 if agentic else config.num_return_sequences_in_group],
         "step": config.actor_train.global_train_batch_size,
         "steps": steps,
         "rate": [learning_rate(training, min(at, last), last + 1) for at in (0, 10, 100, last)],
-        "kl": kl(config),
-        "clip": [
-            config.cispo_epsilon_low if cispo else low,
-            config.cispo_epsilon_high if cispo else high,
-            config.dual_clip_c if config.dual_clip_loss and not cispo else None,
-        ],
+        "kl": kl_of(config),
+        "clip": [*clip, config.dual_clip_c if config.dual_clip_loss and not cispo else None],
         "mean": config.loss_agg_mode,
         "advantage": [
             config.adv_estimator,
@@ -89,11 +87,12 @@ def step_of(config: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("system", "name"), one_in(2, [(system, name) for system in RUNS for name in RUNS[system]]))
+@pytest.mark.parametrize(("system", "name"), one_in(2, PLACES))
 def test_a_step_is_what_it_was(system, name):
     run = RUNS[system][name]
     if system == "verl":
-        text = "python3 -m verl.trainer.main_ppo " + run["words"].replace("~", "actor_rollout_ref.")
+        words = dict(word.split("=", 1) for word in " ".join(run["words"]).replace("~", "actor_rollout_ref.").split())
+        text = "python3 -m verl.trainer.main_ppo " + " ".join(f"{key}={value}" for key, value in words.items())
     config = imported(system, text=text if system == "verl" else yaml.safe_dump(run["config"])).config
     found, expected = step_of(config), dict(run["expected"])
     rates, peak = expected.pop("rate"), config.actor_train.training_args.learning_rate
@@ -116,15 +115,6 @@ SIZES = {
 }
 
 
-def kl_of(config: RLVRConfig) -> Any:
-    names = {"kl": "k1", "low_var_kl": "k3", "mse": "k2"}
-    if config.use_kl_loss:
-        return ["loss", names.get(config.loss_kl_penalty, config.loss_kl_penalty), config.kl_loss_coef]
-    if config.add_token_level_kl:
-        return ["reward", names.get(config.kl_penalty, config.kl_penalty), config.init_kl_coef]
-    return "none"
-
-
 def advantage_of(config: RLVRConfig) -> list[str]:
     if config.adv_estimator == "gae":
         return ["values", "whitened" if config.whiten_advantages else "as it is", f"lambda {config.lambd}"]
@@ -138,12 +128,9 @@ def sampling_of_others(arguments: Any) -> dict[str, Any]:
 
 
 def layout_of(config: RLVRConfig) -> dict[str, int]:
-    def devices(worker: WorkerConfig) -> int:
-        return worker.num_devices
-
     options = config.actor_train.strategy_args.strategy_config
     sizes = {name: options.get(key) or 1 for name, key in SIZES.items()}
-    whole = {"trained": devices(config.actor_train), "sampled": devices(config.actor_infer)}
+    whole = {"trained": config.actor_train.num_devices, "sampled": config.actor_infer.num_devices}
     whole["engine"] = config.actor_infer.num_gpus_per_worker
     return whole | {name: size for name, size in sizes.items() if size > 1}
 
@@ -152,7 +139,6 @@ def step_of_others(config: RLVRConfig) -> dict[str, Any]:
     """The resolved configuration in the units of the tables."""
     arguments, total = config.actor_train.training_args, config.total_optimizer_steps
     steps = [0, 10, 100, total - 1]
-    clip = [config.pg_clip_low, config.pg_clip_high] if config.use_pg_clip_range else [config.pg_clip, config.pg_clip]
     return {
         "sequences": config.actor_train.global_train_batch_size,
         "tokens": config.actor_train.global_train_batch_size * config.longest_sequence,
@@ -164,7 +150,7 @@ def step_of_others(config: RLVRConfig) -> dict[str, Any]:
         "gradient_norm": config.max_grad_norm,
         "kl": kl_of(config),
         "entropy": config.entropy_loss_coef,
-        "clip": clip,
+        "clip": clip_of(config),
         "cap": config.pg_loss_cap,
         "ratio": config.importance_sampling,
         "mean": config.loss_agg_mode,
@@ -200,14 +186,15 @@ def test_an_optimizer_step_of_chatlearn(name, tmp_path, monkeypatch):
         '[ -z "$GPUS_PER_NODE" ] && export GPUS_PER_NODE=$(nvidia-smi -L | wc -l)\n'
         "export num_device=$(($WORLD_SIZE * $GPUS_PER_NODE))\n"
     )
-    files = {"runtime_args.data_path": "/d/train.json", "runtime_args.eval_data_path": "/d/test.json"}
-    words = [f"{key}={value}" for key, value in {**files, **run["script"]}.items()]
+    given = {"runtime_args.data_path": "/d/train.json", "runtime_args.eval_data_path": "/d/test.json"}
+    given["models.policy_trainer.num_gpu"] = "${num_device}"
+    words = [f"{key}={value}" for key, value in {**given, **run["script"]}.items()]
     script = tmp_path / "run.sh"
     start = ["python chatlearn/entrypoint.py grpo", "--config-file template.yaml", *words, "2>&1 | tee log"]
     script.write_text("#!/bin/bash\nsource base_env.sh\n" + " \\\n  ".join(start))
     variables = {"WORLD_SIZE": str(run.get("nodes", 1)), "GPUS_PER_NODE": "8"}
     found = imported("chatlearn", file=script, variables=variables, lost=set())
-    compare(found.config, CHATLEARN["usual"], run["expected"])
+    compare(found.config, CHATLEARN["usual"][run["template"]], run["expected"])
 
 
 @pytest.mark.parametrize("name", MINDSPEED["runs"])
