@@ -5,7 +5,6 @@ end its own. Their processes are forks of one that has imported what they need (
 driver of a local run. Every process of a run carries its ``ROLL_FAULTS`` variable, so one that stays behind is found.
 """
 
-import io
 import json
 import os
 import re
@@ -19,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from torch import Tensor
 
-from roll.report.live import watch
-from roll.report.parting import MEASURED
+from roll.configs.engines import packages
 from tests.support.warm.start import warm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +49,22 @@ VOLATILE = re.compile(r"time/|tokens_per_s/|tokens_per_s_per_device/|tflops_per_
 """Metrics that time, other load or the composition of batches may change."""
 
 
+def installed(strategy: str) -> bool:
+    package = packages().get(strategy)
+    return package is None or package.installed
+
+
+def needs(strategy: str) -> None:
+    """Skips where the package of an engine is missing."""
+    if not installed(strategy):
+        pytest.skip(f"{strategy}: {packages()[strategy].module} is not installed (extra {packages()[strategy].extra})")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @dataclass
 class Run:
     """One launch of the pipeline."""
@@ -73,20 +86,29 @@ class Run:
         assert self.wait() == code, self.output
         return self
 
+    @property
+    def said(self) -> str:
+        """The output without its line breaks."""
+        return " ".join(self.output.split())
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
         self.assert_nothing_left()
 
+    def until(self, condition: Callable[[], Any], what: str = "it") -> None:
+        """Waits in a run that goes on."""
+        deadline = time.monotonic() + START_S
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.process.communicate()[0]}"
+            assert time.monotonic() < deadline, f"nothing came to {what}"
+            time.sleep(0.05)
+
     def pid_at(self, gate: str) -> int:
         """Waits until a process has come to the gate, and returns its id."""
         file = self.faults / f"at-{gate}"
-        deadline = time.monotonic() + START_S
-        while not (file.exists() and (text := file.read_text())):
-            assert self.process.poll() is None, f"ended before {gate}:\n{self.process.communicate()[0]}"
-            assert time.monotonic() < deadline, f"nothing came to {gate}"
-            time.sleep(0.05)
-        return int(text)
+        self.until(lambda: file.exists() and file.read_text(), gate)
+        return int(file.read_text())
 
     def order(self, name: str) -> None:
         (self.faults / name).touch()
@@ -97,7 +119,7 @@ class Run:
     def logged(self, file: str) -> list[dict[str, Any]]:
         """What the workers of ``tests/support/faults.py`` have logged in a file."""
         path = self.faults / file
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return lines(path) if path.exists() else []
 
     def processes(self) -> list[int]:
         """Ids of the processes that belong to the run, its driver and Ray's own included."""
@@ -124,7 +146,7 @@ class Run:
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
         """``metrics.jsonl`` by step, each step once."""
-        records = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        records = lines(self.path / "metrics.jsonl")
         steps = [record["step"] for record in records]
         assert steps == sorted(set(steps)), f"steps reported twice or out of order: {steps}"
         return {record.pop("step"): record for record in records}
@@ -172,6 +194,14 @@ class RayCluster:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
+    def roll(self, folder: Path, *words: str) -> str:
+        """What a command of ``roll`` prints that joins it, started in a folder."""
+        environment = {**os.environ, **AUTHENTICATED, "RAY_ADDRESS": self.address, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "roll", *words]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
@@ -192,6 +222,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(path, seed=1)
+    return path
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another untrained model."""
+    from roll.models.tiny import make_tiny_model
+
+    path = tmp_path_factory.mktemp("teacher") / "tiny"
+    make_tiny_model(path, seed=2, num_heads=2)
     return path
 
 
@@ -267,36 +307,8 @@ def rows(name: str, orders: Sequence[str], tag: str = "letters") -> list[dict[st
     ]
 
 
-def write(path: Path, lines: Sequence[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def assert_as_expected(
-    run: Run,
-    expected: dict[int, dict[str, float]],
-    steps: Sequence[int] = (0, 2, 4),
-    rel: float = 1e-3,
-    slack: float | None = None,
-) -> None:
-    """The run has ended well, and its held-out figures are those that ``tests/support/imitation.py`` has learnt."""
-    assert run.wait() == 0, run.output
-    watch(run.path, Console(file=(terminal := io.StringIO()), width=120), 1.0)
-    assert "held-out loss" in terminal.getvalue(), "what roll watch shows"
-    for step in steps:
-        for name, value in expected[step].items():
-            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=rel, abs=slack), (step, name)
-
-
-TWO_RANKS = ("actor_train.device_mapping=[0,1]", "actor_train.training_args.gradient_accumulation_steps=1")
-
-
-def packed(max_tokens: int) -> tuple[str, ...]:
-    """Keys of training on packed rows, of at most so many tokens."""
-    return (
-        "actor_train.use_sequence_packing=true",
-        "actor_train.use_dynamic_batching_in_train=true",
-        f"actor_train.max_tokens_per_microbatch_in_train={max_tokens}",
-    )
+def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture
@@ -341,27 +353,7 @@ def replay(ray_cluster: RayCluster, tmp_path: Path) -> Replay:
     """``roll replay`` of a step of a run, with changes: what it prints, and the metrics of the step."""
 
     def start(run: Run, step: int, *words: str) -> tuple[str, dict[str, float]]:
-        environment = {**os.environ, **AUTHENTICATED, "RAY_ADDRESS": ray_cluster.address, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "roll", "replay", str(run.path), "--step", str(step), *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, Run(run.path.with_name(f"run_replay_{step}"), run.faults, run.process).metrics[step]
+        said = ray_cluster.roll(tmp_path, "replay", str(run.path), "--step", str(step), *words)
+        return said, Run(run.path.with_name(f"run_replay_{step}"), run.faults, run.process).metrics[step]
 
     return start
-
-
-def assert_taken_again(replay: Replay, run: Run, step: int, area: str, role: str = "actor") -> None:
-    """A step of a run on a dataset, saved after the second, is the recorded one to the bit; a change shows.
-
-    Args:
-        area: start of the names of the pipeline's metrics.
-        role: the same of what is trained.
-    """
-    said, again = replay(run, step)
-    names = [name for name in again if not name.startswith(MEASURED)]
-    assert {f"{area}/loss", f"{role}/grad_norm"} <= set(names)
-    assert {name: again[name] for name in names} == {name: run.metrics[step][name] for name in names}
-    assert f"all {len(names)} are equal to the bit" in said and "checkpoint-2" in said
-    said, other = replay(run, 1, "actor_train.training_args.weight_decay=0.5")
-    assert "replayed from the beginning" in said and "weight_decay" in said
-    assert other[f"{area}/loss"] == run.metrics[1][f"{area}/loss"]

@@ -8,15 +8,21 @@ import pytest
 
 from tests.integration.conftest import ROOT, Run, rows, write
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+"""unit/rollout/agents/test_programs.py has their rows and each failure, test_rlvr_pipeline.py the pipeline."""
+
 PROGRAM = ROOT / "tests" / "support" / "programs" / "openai_agent.py"
+LOGGED = (
+    "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
+    "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
+)
 SMALL = (
+    *LOGGED,
     "sequence_length=160",
     "response_length=6",
     "rollout_batch_size=2",
     "val_batch_size=2",
     "rewards.letters.query_filter_config={type: no_filter}",
-    "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
-    "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
 )
 
 
@@ -41,8 +47,6 @@ def assert_trained_is_what_was_sampled(run: Run) -> Counter[int]:
     return answers
 
 
-@pytest.mark.slow  # unit/rollout/agents/test_programs.py has its rows, test_rlvr_pipeline.py the pipeline
-@pytest.mark.timeout(600)
 def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))
     write(tmp_path / "val.jsonl", rows("v", [""] * 2))
@@ -65,8 +69,6 @@ def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(r
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_programs_play_environments_beside_a_policy_that_plays_itself(launch):
     run = launch(
         "max_steps=1",
@@ -75,8 +77,7 @@ def test_programs_play_environments_beside_a_policy_that_plays_itself(launch):
         "agent: {type: python, path: 'tests.support.agents:counting', max_calls: 3}}",
         "train_env_manager.tags=[Counting, Played]",
         "val_env_manager.tags=[Played]",
-        "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
-        "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
+        *LOGGED,
     ).ended()
     assert_trained_is_what_was_sampled(run)
     metrics = run.metrics[1]
@@ -89,8 +90,6 @@ def test_programs_play_environments_beside_a_policy_that_plays_itself(launch):
     assert turns[1] == turns[2] == turns[3] >= 8
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_programs_go_on_while_weights_are_updated(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 8))
     run = rlvr(
@@ -111,7 +110,6 @@ def test_programs_go_on_while_weights_are_updated(rlvr, tmp_path):
     run.assert_nothing_left()
 
 
-@pytest.mark.slow  # unit/rollout/agents/test_programs.py has each failure
 def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))
     run = rlvr(

@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows, write
-from tests.integration.test_kept_sets import KEPT
+from tests.integration.conftest import Rlvr, Run, assert_same_tensors, lines, position, rows, write
+from tests.integration.test_replayed_choices import KEPT
+
+pytestmark = pytest.mark.timeout(600)
 
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
 BATCH = 4
@@ -32,7 +34,7 @@ ORDERS = ["", "linger", "equal", "", "", "linger", "equal", "", "linger", ""]
 
 def schedule(run: Run) -> dict[int, dict[str, Any]]:
     """``schedule.jsonl`` by step, each step once."""
-    records = [json.loads(line) for line in (run.path / "schedule.jsonl").read_text().splitlines()]
+    records = lines(run.path / "schedule.jsonl")
     steps = [record.pop("step") for record in records]
     assert steps == list(range(1, len(steps) + 1))
     return dict(zip(steps, records, strict=True))
@@ -132,7 +134,6 @@ def killed_at_random(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_draw_is_used_once_through_kills_and_groups_that_wait_outlive_the_run(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     overrides = (*OVERLAP, "max_steps=8", "validation=null")
@@ -159,7 +160,6 @@ def test_every_draw_is_used_once_through_forty_kills(rlvr, tmp_path):
     assert_finished(killed_at_random(rlvr, overrides, 40, VICTIMS), 150)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_generator_that_dies_beside_training_and_a_stop_lose_nothing(rlvr, tmp_path, stops):
     write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
@@ -219,7 +219,6 @@ def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_schedule(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", [""] * 6 + ["right"] * 24 + [""] * 12))
     keys = (*OVERLAP, "actor_train.data_args.shuffle=false", "max_filtered_batches=2", "max_steps=6", "validation=null")
@@ -242,7 +241,6 @@ def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_sche
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_without_partial_rollouts_every_answer_has_one_version_and_the_driver_fetches_no_column(rlvr, tmp_path):
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
     longer = ("response_length=200", "sequence_length=240", "max_steps=4", "max_running_groups=2")

@@ -1,4 +1,4 @@
-"""The training commands of the README and the documents, run for a step or two as they stand."""
+"""The training commands of the README and the documents, and the chain of examples, run for a step or two."""
 
 import json
 import os
@@ -62,3 +62,27 @@ def test_a_documented_run_trains_and_ends(number, checkout):
     summary = json.loads((checkout / "output" / name / "summary.json").read_text())
     assert summary["status"] == "completed", summary
     shutil.rmtree(checkout / "output" / name)
+
+
+@pytest.mark.slow
+def test_every_stage_reads_what_the_one_before_saved(tmp_path):
+    few = ("max_steps=2", "save_steps=2", "eval_steps=0", "val_batch_size=16")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = [str(ROOT / "examples" / "chain_math.sh"), "3", str(tmp_path / "chain"), *few]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PATH": path}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=800, env=environment, cwd=tmp_path, check=False
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = ["1-sft", "2-student", "3-reward", "4-rl", "5-distill"]
+    table = [line for line in done.stdout.splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in table] == stages
+    assert all(" → " in line and "| 2 |" in line for line in table)
+    models = {path.name: path.resolve().parent.parent.parent.name for path in (tmp_path / "chain" / "models").iterdir()}
+    assert models == {stage: stage for stage in stages}
+    again = run()
+    assert again.returncode == 0 and again.stdout.splitlines() == done.stdout.splitlines()[-len(table) - 2 :]

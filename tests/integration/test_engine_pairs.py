@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from roll.configs.engines import packages
 from roll.models.tiny import make_tiny_model, make_tokenizer
-from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Run
+from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Run, needs
 from tests.support.known_families import make_known
-
-PACKAGES = packages()
 
 EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
@@ -77,12 +74,11 @@ def check_run(run: Run, adapter: bool = False) -> None:
         assert all(math.isfinite(value) for value in metrics[step].values())
         # The trainer's own opinion of what the generator sampled with the weights that it was sent.
         assert metrics[step]["mismatch/logprob_diff_max"] < 1e-4, metrics[step]
+    saved = "adapter_model.safetensors" if adapter else "model.safetensors"
+    assert (run.checkpoint(2) / "actor_train" / saved).is_file()
     if adapter:
-        assert (run.checkpoint(2) / "actor_train" / "adapter_model.safetensors").is_file()
         assert metrics[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-7), "the adapter starts as nothing"
         assert metrics[2]["actor/kl_loss"] > 1e-7
-    else:
-        assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
 
 
 def pairs(always: list[tuple[str, str]]) -> list[ParameterSet]:
@@ -123,9 +119,7 @@ def environment(trainer: str, generator: str) -> tuple[str, ...]:
             pytest.skip("sglang: there is no .venv-sglang (make test-sglang)")
         overrides += (f"actor_infer.strategy_args.strategy_config.python_executable={python}",)
     for strategy in {TRAINERS[trainer], GENERATORS[generator]} - {"sglang"}:
-        package = PACKAGES.get(strategy)
-        if package is not None and not package.installed:
-            pytest.skip(f"{strategy}: {package.module} is not installed (extra {package.extra})")
+        needs(strategy)
     return overrides
 
 
@@ -139,3 +133,12 @@ def test_an_adapter_is_trained_against_the_actor_without_it(launch, wide_headed,
     penalty = ("use_kl_loss=true", "kl_loss_coef=0.1", accumulation)
     run = launch(*options, *lora, *penalty, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES)
     check_run(run, adapter=True)
+
+
+@pytest.mark.slow  # unit/configs/engines/test_cards.py finds it and checks its options
+def test_an_engine_by_path_generates_and_takes_weights(launch):
+    strategy = "{strategy_name: 'tests.support.terse.card:CARD', strategy_config: {max_answer_tokens: 2}}"
+    run = launch("max_steps=2", "enable_old_logprobs_recompute=true", f"actor_infer.strategy_args={strategy}").ended()
+    for step in (1, 2):
+        assert 0 < run.metrics[step]["rollout/response_tokens"] <= 2
+        assert run.metrics[step]["mismatch/logprob_diff_max"] < 1e-4

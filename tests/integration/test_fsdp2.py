@@ -1,7 +1,12 @@
-"""``fsdp2_train``: the same step whatever the cutting, the sharding and the number of processes; exact continuation."""
+"""``fsdp2_train``: the same step whatever the cutting, the sharding and the number of processes; exact continuation.
 
+Of whole files, and of checkpoints in shards; and with activations that are offloaded.
+"""
+
+import importlib.util
 import json
-import math
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,15 +21,18 @@ from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.quantities import BASIC, Divergence, KlToReference, hidden_states
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.engines import packages
+from roll.configs.pipeline import PARTS
 from roll.configs.teacher import DivergenceConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.strategy.training.optim import MASTER
+from roll.distributed.strategy.training.checkpoint import restore_checkpoint
+from roll.distributed.strategy.training.module_trainer import use_liger_kernels
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.tensor_files import StoredTensors
+from roll.models.loading import load_causal_lm
 from tests.support.choice import slow_but
-from tests.support.harness import make_model as make_scoring_model
 from tests.support.ranks import (
     assert_near,
     assert_same_files,
@@ -32,15 +40,26 @@ from tests.support.ranks import (
     exported,
     gathered,
     leave_rank,
+    metrics_of,
     run_ranks,
+    tensors_of,
     wanted,
+    whole,
     write,
 )
 from tests.support.sizes import sizes
-from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, shares
+from tests.support.trainers import (
+    ENTROPY_COEF,
+    TEMPERATURE,
+    VOCABULARY,
+    make_batch,
+    nan_loss,
+    policy_loss,
+    shares,
+    with_reference,
+)
 from tests.support.trainers import make_context as context_of
 
-ENTROPY_COEF = 0.01
 KL_COV = {"pg_variant": "kl_cov", "ppo_kl_coef": 0.3}
 FULL_KL = {"use_kl_loss": True, "kl_penalty": "full", "kl_loss_coef": 0.5}
 ALGORITHM = AlgorithmConfig(**KL_COV, **FULL_KL, entropy_loss_coef=ENTROPY_COEF, loss_agg_mode="token-mean")
@@ -52,6 +71,14 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 }
 NAMES = slow_but(("full", "replica"), SHARDINGS)
 """Offloaded weights and moments take the same steps in ``tests/parity`` (``offload2``)."""
+SHARDED = {"checkpoint": "sharded"}
+SHARDS = "resume/actor_train/shards"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "four": {},
+    "groups": {"fsdp_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "whole replicas": {"fsdp_size": 1},
+}
 
 
 class ProbedTrain(Fsdp2Train):
@@ -81,32 +108,6 @@ def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
     return path
 
 
-def with_reference(batch: Batch, seed: int = 0) -> Batch:
-    """Adds what ``ALGORITHM`` reads. The hidden states are no model's: the KL to them is far from 0 from the start."""
-    generator = torch.Generator().manual_seed(100 + seed)
-    mask_T = batch.loss_mask_T
-    return batch.replace(
-        old_logprobs_T=(torch.randn(batch.num_tokens, generator=generator) * 0.3 - 4) * mask_T,
-        marked_T=(torch.rand(batch.num_tokens, generator=generator) < 0.5) & mask_T,
-        ref_hidden_TH=torch.randn(batch.num_tokens, 32, generator=generator) * mask_T[:, None],
-    )
-
-
-def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    if scores.values_T is not None:
-        error = (scores.values_T - batch.advantages_T)[batch.loss_mask_T].square().sum() / context.num_tokens
-        return LossOutput(error, {"critic/error": error.detach()})
-    assert scores.logprobs_T is not None and scores.entropy_T is not None
-    gain_T = batch.advantages_T * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
-    loss = -gain_T[batch.loss_mask_T].sum() / context.num_tokens
-    return LossOutput(loss, {"actor/entropy": scores.entropy_T.detach().sum() / context.num_tokens})
-
-
-def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    output = policy_loss(scores, batch, context)
-    return LossOutput(output.loss * math.nan if batch.num_sequences > 1 else output.loss, output.metrics)
-
-
 def make_context(model: Path, strategy: dict[str, Any] | None = None, **kwargs: Any) -> StrategyContext:
     kwargs["training_args"] = {"warmup_steps": 1, **kwargs.get("training_args", {})}
     return context_of(model, "fsdp2_train", strategy, **kwargs)
@@ -116,6 +117,17 @@ def make_trainer(model: Path, strategy: dict[str, Any] | None = None, **kwargs: 
     trainer = ProbedTrain(make_context(model, strategy, **kwargs))
     trainer.setup()
     return trainer
+
+
+def sft_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    return LossOutput(-scores.logprobs_T.sum() / context.num_tokens)
+
+
+def failing_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    output = policy_loss(scores, batch, context)
+    if batch.num_sequences == 1:  # the last micro-batch: gradients of the others wait already
+        raise RuntimeError("the loss broke")
+    return output
 
 
 def gradient_of_a_step(model: Path, batch: Batch) -> dict[str, Tensor]:
@@ -156,6 +168,14 @@ CUTTINGS: dict[str, dict[str, Any]] = {
     "packed": {"worker": {"use_sequence_packing": True}, "training_args": {"per_device_train_batch_size": 4}},
     "recomputed": {"model_args": {"disable_gradient_checkpointing": False}},
 }
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """Ends the process group that offloading and several sizes make in this process."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -257,8 +277,6 @@ def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
     options: dict[str, Any] = {"rank": rank, "world_size": 2}
     recompute = {"disable_gradient_checkpointing": name == "replica"}
     trainer = make_trainer(model, SHARDINGS[name], model_args=recompute, **options)
-    out = folder / f"{name}-{rank}"
-    out.mkdir()
     for step in range(3):
         trainer.logprobs(shares(step)[rank])
         trainer.train_step(shares(step)[rank], policy_loss)
@@ -266,14 +284,14 @@ def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
             trainer.save(folder / f"{name}-checkpoint")
             saving = trainer.start_save(folder / f"{name}-beside")
     saving.result()
-    write(out, "final", exported(trainer))
+    write(folder, f"{name}-final-{rank}", exported(trainer))
     metrics = trainer.train_step(shares(0)[rank], nan_loss)
-    write(out, "after_nan", exported(trainer), metrics)
+    write(folder, f"{name}-nan-{rank}", exported(trainer), metrics)
     resumed = make_trainer(model, SHARDINGS[name], model_args=recompute, **options)
     resumed.logprobs(shares(0)[rank])  # must leave no stale gathered weights behind
     resumed.load(folder / f"{name}-checkpoint")
     resumed.train_step(shares(2)[rank], policy_loss)
-    write(out, "resumed", exported(resumed))
+    write(folder, f"{name}-resumed-{rank}", exported(resumed))
 
 
 def run_others(folder: Path, model: Path, rank: int) -> None:
@@ -283,11 +301,11 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
     for step in range(2):
         critic.train_step(shares(step)[rank], policy_loss)
     critic.save(folder / "critic")
-    write(folder, f"values{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
+    write(folder, f"values-{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
     reference = Fsdp2Infer(make_context(model, model_args={"dtype": "bf16"}, needs=(*BASIC, hidden_states), **options))
     reference.setup()
     scores = reference.logprobs(shares(1)[rank])
-    write(folder, f"reference{rank}", {"logprobs": scores.logprobs_T, "hidden": scores.hidden_TH})
+    write(folder, f"reference-{rank}", {"logprobs": scores.logprobs_T, "hidden": scores.hidden_TH})
     for name in ("full", "replica"):
         trainer = make_trainer(model, SHARDINGS[name], needs=(*BASIC, KlToReference()), **options)
         for step in range(2):
@@ -303,11 +321,39 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
             (folder / f"error{rank}-{number}").write_text(str(error))
 
 
+def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
+    """All trained weights and moments, whole (collective)."""
+    weights, kinds = trainer.weights, (*ADAM_STATE, MASTER)
+    return {f"{name}.{kind}": whole(weights, name, kind).contiguous() for name in weights.trained for kind in kinds}
+
+
+def share_step(trainer: Fsdp2Train, seed: int) -> float:
+    batch, info = make_batch(seed=seed), trainer.info
+    rows = torch.arange(batch.num_sequences).tensor_split(info.dp_size)[info.dp_rank]
+    return trainer.train_step(batch.select(rows), policy_loss)["actor/loss"]
+
+
+def run_shards(folder: Path, model: Path, rank: int) -> None:
+    trainer = make_trainer(model, SHARDED, rank=rank, world_size=2)
+    for seed in range(2):
+        share_step(trainer, seed)
+    trainer.save(folder / "shards")
+    saving = trainer.start_save(folder / "shards-beside")
+    state = state_of(trainer)
+    loss = share_step(trainer, 2)
+    after = state_of(trainer)
+    saving.result()
+    if rank == 0:
+        write(folder, "shards-state", state)
+        write(folder, "shards-after", after, {"loss": loss})
+
+
 def rank_main(rank: int, port: int, folder: Path, model: Path, names: list[str]) -> None:
     enter_rank(port)
     for name in names:
         run_sharding(folder, model, name, rank)
     run_others(folder, model, rank)
+    run_shards(folder, model, rank)
     leave_rank()
 
 
@@ -329,60 +375,37 @@ def alone(untied_model: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_sharding_ends_with_the_same_weights(two_ranks, alone, name):
-    assert_near(load_file(two_ranks / f"{name}-0/final.safetensors"), alone, 2e-5)
+    assert_near(tensors_of(two_ranks, f"{name}-final-0"), alone, 2e-5)
+    assert not tensors_of(two_ranks, f"{name}-final-1"), "only rank 0 receives buckets"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks, name):
-    final, resumed = (load_file(two_ranks / f"{name}-0/{kind}.safetensors") for kind in ("final", "resumed"))
-    assert_near(resumed, final, 0.0)
+def test_a_save_beside_training_is_of_its_step_and_a_resumed_run_equals_the_whole_one_bit_for_bit(two_ranks, name):
+    assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
+    assert_near(tensors_of(two_ranks, f"{name}-resumed-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
 
 
 def test_checkpoint_of_two_ranks_continues_on_one(two_ranks, untied_model):
     trainer = make_trainer(untied_model)
     trainer.load(two_ranks / "full-checkpoint")
     trainer.train_step(make_batch(seed=2), policy_loss)
-    assert_near(exported(trainer), load_file(two_ranks / "full-0/final.safetensors"), 2e-5)
+    assert_near(exported(trainer), tensors_of(two_ranks, "full-final-0"), 2e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_on_one_rank_skips_the_step_on_both(two_ranks, name):
-    assert_near(
-        load_file(two_ranks / f"{name}-0/after_nan.safetensors"),
-        load_file(two_ranks / f"{name}-0/final.safetensors"),
-        0.0,
-    )
+    assert_near(tensors_of(two_ranks, f"{name}-nan-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
     for rank in range(2):
-        metrics = json.loads((two_ranks / f"{name}-{rank}/after_nan.json").read_text())
+        metrics = metrics_of(two_ranks, f"{name}-nan-{rank}")
         assert metrics["actor/skipped_steps"] == 1
         assert "actor/loss" not in metrics
-
-
-def test_only_rank_0_receives_weight_buckets(two_ranks):
-    assert not load_file(two_ranks / "full-1/final.safetensors")
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2_infer", "megatron_infer"])
-@pytest.mark.parametrize("head", ["value", "score"])
-def test_a_head_is_found_in_a_folder_at_home(strategy, head, tmp_path, monkeypatch):
-    package = packages().get(strategy)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed")
-    make_scoring_model(tmp_path / "classifier", "qwen2_scores")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    values = []
-    for path in (tmp_path / "classifier", Path("~/classifier")):
-        critic: Any = STRATEGIES.get(strategy)(context_of(path, strategy, head=head))
-        critic.setup()
-        values.append(critic.logprobs(make_batch()).values_T)
-    assert values[0].any() and torch.equal(*values)
 
 
 def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks):
     critic = Fsdp2Infer(make_context(two_ranks / "critic" / "critic", head="value"))
     critic.setup()
     values = critic.logprobs(make_batch(seed=1)).values_T
-    found = torch.cat([load_file(two_ranks / f"values{rank}.safetensors")["values"] for rank in range(2)])
+    found = torch.cat([tensors_of(two_ranks, f"values-{rank}")["values"] for rank in range(2)])
     assert values.abs().max() > 0
     torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
 
@@ -391,11 +414,9 @@ def test_bf16_reference_is_near_fp32(two_ranks, untied_model):
     reference = Fsdp2Infer(make_context(untied_model, needs=(*BASIC, hidden_states)))
     reference.setup()
     reference_scores = reference.logprobs(make_batch(seed=1))
-    parts = [load_file(two_ranks / f"reference{rank}.safetensors") for rank in range(2)]
-    found = torch.cat([part["logprobs"] for part in parts])
-    torch.testing.assert_close(found, reference_scores.logprobs_T, rtol=0, atol=0.1)
-    hidden = torch.cat([part["hidden"] for part in parts])  # rank 1 had nothing to score
-    torch.testing.assert_close(hidden, reference_scores.hidden_TH, rtol=0, atol=0.1)
+    parts = [tensors_of(two_ranks, f"reference-{rank}") for rank in range(2)]  # rank 1 had nothing to score
+    for key, tensor in (("logprobs", reference_scores.logprobs_T), ("hidden", reference_scores.hidden_TH)):
+        torch.testing.assert_close(torch.cat([part[key] for part in parts]), tensor, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("name", ["full", "replica"])
@@ -403,7 +424,7 @@ def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(two_ranks, unt
     trainer = make_trainer(untied_model, needs=(*BASIC, KlToReference()))
     for step in range(2):
         batch = with_reference(make_batch(seed=step), seed=step)
-        found = [load_file(two_ranks / f"algorithm-{name}-kl{step}-{rank}.safetensors")["kl"] for rank in range(2)]
+        found = [tensors_of(two_ranks, f"algorithm-{name}-kl{step}-{rank}")["kl"] for rank in range(2)]
         torch.testing.assert_close(torch.cat(found), trainer.logprobs(batch).kl_T, rtol=1e-5, atol=2e-5)
         metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))
         if step == 0:
@@ -411,9 +432,9 @@ def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(two_ranks, unt
             assert_near(trainer.gradient, gradient)
             assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-6)
         for rank in range(2):
-            path = two_ranks / f"algorithm-{name}-{step}-{rank}"
-            assert_near(load_file(path.with_suffix(".safetensors")), trainer.gradient, 1e-6 if step == 0 else 1e-5)
-            written = json.loads(path.with_suffix(".json").read_text())
+            file = f"algorithm-{name}-{step}-{rank}"
+            assert_near(tensors_of(two_ranks, file), trainer.gradient, 1e-6 if step == 0 else 1e-5)
+            written = metrics_of(two_ranks, file)
             for key in ("actor/loss", "actor/kl_loss", "actor/pg_loss", "actor/grad_norm"):
                 assert written[key] == pytest.approx(metrics[key], abs=2e-5), key
 
@@ -423,12 +444,155 @@ def test_failed_write_is_an_error_on_every_rank(two_ranks):
         assert "occupied" in (two_ranks / f"error{rank}-{number}").read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks, name):
-    assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
+# ---- four processes, and checkpoints in shards
+
+
+def four_main(rank: int, port: int, folder: Path, model: Path, names: list[str]) -> None:
+    enter_rank(port)
+    for name in names:
+        config = LAYOUTS[name]
+        trainer = make_trainer(model, config | SHARDED, rank=rank, world_size=4)
+        trainer.load(folder / "shards")
+        state = state_of(trainer)
+        trainer.save(folder / f"by {name}")
+        gathering = make_trainer(model, config, rank=rank, world_size=4)
+        gathering.load(folder / "shards")
+        saving = gathering.start_save(folder / f"gathered from {name}")
+        loss = share_step(trainer, 2)
+        share_step(gathering, 2)
+        saving.result()
+        after = state_of(trainer)
+        if rank == 0:
+            write(folder, f"{name}-state", state)
+            write(folder, f"{name}-after", after, {"loss": loss})
+    leave_rank()
+
+
+@pytest.fixture(scope="module")
+def four_ranks(request: pytest.FixtureRequest, two_ranks: Path, untied_model: Path) -> Path:
+    """The same folder, with what four ranks have made of the shards of two."""
+    run_ranks(four_main, 4, two_ranks, untied_model, wanted(request, "layout"))
+    return two_ranks
+
+
+@pytest.mark.parametrize("layout", slow_but(("groups", "tensor"), LAYOUTS))
+def test_shards_of_two_ranks_continue_on_four(four_ranks, layout):
+    assert_near(tensors_of(four_ranks, f"{layout}-state"), tensors_of(four_ranks, "shards-state"), 0.0)
+    assert_near(tensors_of(four_ranks, f"{layout}-after"), tensors_of(four_ranks, "shards-after"), 5e-6)
+    losses = [metrics_of(four_ranks, f"{name}-after")["loss"] for name in (layout, "shards")]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
+@pytest.mark.parametrize("layout", slow_but(("groups", "tensor"), LAYOUTS))
+def test_what_is_saved_beside_training_is_that_of_the_start(four_ranks, layout):
+    """The model's tensors are whole in the files; the optimizer's lie there as the ranks had them."""
+    saved = four_ranks / f"gathered from {layout}"
+    optimizer = saved / "resume/actor_train/optimizer"
+    resumed = StoredTensors(optimizer)
+    model = {
+        key: tensor for file in (saved / "actor_train").glob("*.safetensors") for key, tensor in load_file(file).items()
+    }
+    state = tensors_of(four_ranks, "shards-state")
+    expected = {name.removeprefix("model.").removesuffix(f".{MASTER}"): tensor for name, tensor in state.items()}
+    of_model = {key for key in expected if not key.endswith(ADAM_STATE)}
+    assert model.keys() == of_model
+    found = model | {key: resumed.get(key) for key in expected.keys() - of_model}
+    assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
+    stored = [key for file in optimizer.glob("*.safetensors") for key in load_file(file)]
+    assert len(list(optimizer.glob("*.safetensors"))) == 4
+    assert any("@" in key for key in stored) == (layout != "whole replicas")
+
+
+def test_shards_written_beside_training_are_those_of_the_start(four_ranks):
+    """Tensors alone are compared: the library writes a header's metadata in an order of chance."""
+    names = sorted(file.relative_to(four_ranks / "shards") for file in (four_ranks / "shards").rglob("*.safetensors"))
+    assert len(names) == 3  # two of shards, and the generators' states
+    for name in names:
+        found, expected = load_file(four_ranks / "shards-beside" / name), load_file(four_ranks / "shards" / name)
+        assert found.keys() == expected.keys()
+        assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
+
+
+@pytest.mark.parametrize("source", ["shards", *slow_but(("by groups", "by tensor"), [f"by {x}" for x in LAYOUTS])])
+def test_shards_of_several_ranks_continue_on_one(four_ranks, untied_model, source):
+    trainer = make_trainer(untied_model)
+    trainer.load(four_ranks / source)
+    assert trainer.optimizer_steps == 2
+    assert_near(state_of(trainer), tensors_of(four_ranks, "shards-state"), 0.0)
+
+
+def test_shards_hold_no_pickle(four_ranks):
+    files = [file for file in (four_ranks / "shards").rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} <= {".safetensors", ".json"}, files
+    assert len(list((four_ranks / "shards" / SHARDS).glob("shard-*.safetensors"))) == 2
+    assert [path.name for path in (four_ranks / "shards").iterdir()] == ["resume"], "others could open no model"
+
+
+def test_missing_shards_are_refused(four_ranks, untied_model, tmp_path):
+    shutil.copytree(four_ranks / "shards", tmp_path / "copy")
+    next((tmp_path / "copy" / SHARDS).glob("shard-00002*")).unlink()
+    with pytest.raises(ValueError, match="expected the shards of this model"):
+        make_trainer(untied_model).load(tmp_path / "copy")
 
 
 # ---- one process
+
+
+def test_shards_start_the_moments_anew_where_these_are_not_loaded(untied_model, tmp_path):
+    trainer = make_trainer(untied_model, SHARDED)
+    share_step(trainer, 0)
+    trainer.save(tmp_path)
+    resumed = make_trainer(untied_model, loads=frozenset({"model", "rng"}))
+    resumed.load(tmp_path)
+    state, saved = state_of(resumed), state_of(trainer)
+    assert all(tensor.equal(saved[name]) for name, tensor in state.items() if name.endswith(MASTER))
+    assert not any(tensor.any() for name, tensor in state.items() if name.endswith(ADAM_STATE))
+
+
+@pytest.mark.parametrize("parts", [PARTS, ("model", "rng")])
+def test_shards_are_no_checkpoint_of_another_engine(untied_model, tmp_path, parts):
+    trainer = make_trainer(untied_model, SHARDED)
+    trainer.save(tmp_path)
+    with pytest.raises(ValueError, match="it holds shards of actor_train; expected the strategy that wrote them"):
+        restore_checkpoint(tmp_path, "actor_train", trainer.trained, parts)  # as other engines do
+
+
+def test_offloaded_activations_change_nothing(untied_model, monkeypatch):
+    monkeypatch.setattr(strategy, "MIN_BYTES", 0)
+    results = []
+    for offload in (False, True):
+        args = {"model_args": {"disable_gradient_checkpointing": False}}
+        trainer = make_trainer(untied_model, {"activation_offload": offload}, **args)
+        share_step(trainer, 0)
+        results.append(trainer.gradient)
+    assert_near(results[1], results[0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "model_args", "message"),
+    [
+        ({}, {"dtype": "fp16"}, "fp16"),
+        ({"tensor_parallel_size": 3}, {}, "tensor_parallel_size: 3, expected a divisor of the 1 workers"),
+        ({}, {"ulysses_size": 2}, "ulysses_size: 2, expected a divisor of the 1 workers"),
+        ({"fsdp_size": 2, "cpu_offload": True}, {}, "fsdp_size: 2, expected a divisor of the 1 workers"),
+        pytest.param(
+            {},
+            {"use_liger_kernel": True},
+            "use_liger_kernel: true, expected false on a machine without a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
+    ],
+)
+def test_what_cannot_be_set_up_is_refused(model, own_group, config, model_args, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model, config, model_args=model_args)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_missing_liger_kernels_name_the_extra(untied_model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ImportError, match=r"use_liger_kernel.*roll-rl\[liger\]"):
+        use_liger_kernels(load_causal_lm(str(untied_model)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -543,17 +707,6 @@ def test_moved_parameters_are_still_the_ones_that_are_trained(model):
     assert_near(exported(moved), exported(trainer), 0.0)
 
 
-def sft_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    return LossOutput(-scores.logprobs_T.sum() / context.num_tokens)
-
-
-def failing_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    output = policy_loss(scores, batch, context)
-    if batch.num_sequences == 1:  # the last micro-batch: gradients of the others wait already
-        raise RuntimeError("the loss broke")
-    return output
-
-
 def test_failed_step_leaves_no_gradient_behind(model):
     trainer, batch = make_trainer(model), make_batch()
     with pytest.raises(RuntimeError, match="the loss broke"):
@@ -578,33 +731,21 @@ def test_incomplete_checkpoint_is_refused(model, tmp_path, break_it, message):
         trainer.load(tmp_path)
 
 
-def test_training_in_fp16_is_refused(model):
-    with pytest.raises(ValueError, match="fp16"):
-        make_trainer(model, model_args={"dtype": "fp16"})
+def test_lone_worker_can_offload_to_the_cpu(model, own_group):
+    trainer, batch = make_trainer(model, {"cpu_offload": True}), make_batch()
+    trainer.train_step(batch, policy_loss)
+    assert_near(trainer.gradient, gradient_of_a_step(model, batch))
 
 
-def test_lone_worker_can_offload_to_the_cpu(model):
-    trainer = make_trainer(model, {"cpu_offload": True})
-    try:
-        batch = make_batch()
-        trainer.train_step(batch, policy_loss)
-        assert_near(trainer.gradient, gradient_of_a_step(model, batch))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_log_probabilities_of_a_teacher_are_not_rounded_to_the_models_format(model):
+def test_log_probabilities_of_a_teacher_are_not_rounded_to_the_models_format(model, own_group):
     config = DivergenceConfig(kd_objective="forward_kl", logits_topk=2)
     needs = (*BASIC, Divergence(config, TEMPERATURE))
     trainer = make_trainer(model, {"cpu_offload": True}, model_args={"dtype": "bf16"}, needs=needs)
-    try:
-        batch = make_batch()
-        ids_TK = torch.tensor([[3, 5]], dtype=torch.int32).expand(batch.num_tokens, 2)
-        top_TK = torch.tensor([[0.567, 0.321]]).log().expand(batch.num_tokens, 2)
-        tail_T = torch.tensor([0.112]).log().expand(batch.num_tokens)
-        exact = batch.replace(teacher_ids_TK=ids_TK, teacher_top_TK=top_TK, teacher_tail_T=tail_T)
-        rounded = exact.replace(teacher_top_TK=top_TK.bfloat16().float(), teacher_tail_T=tail_T.bfloat16().float())
-        found, other = (trainer.logprobs(each).divergence_T for each in (exact, rounded))
-        assert (found - other)[batch.loss_mask_T].abs().min() > 1e-4
-    finally:
-        torch.distributed.destroy_process_group()
+    batch = make_batch()
+    ids_TK = torch.tensor([[3, 5]], dtype=torch.int32).expand(batch.num_tokens, 2)
+    top_TK = torch.tensor([[0.567, 0.321]]).log().expand(batch.num_tokens, 2)
+    tail_T = torch.tensor([0.112]).log().expand(batch.num_tokens)
+    exact = batch.replace(teacher_ids_TK=ids_TK, teacher_top_TK=top_TK, teacher_tail_T=tail_T)
+    rounded = exact.replace(teacher_top_TK=top_TK.bfloat16().float(), teacher_tail_T=tail_T.bfloat16().float())
+    found, other = (trainer.logprobs(each).divergence_T for each in (exact, rounded))
+    assert (found - other)[batch.loss_mask_T].abs().min() > 1e-4

@@ -10,10 +10,9 @@ import pytest
 
 from roll.__main__ import main
 from roll.configs.compose import compose_config
-from roll.configs.engines import packages
 from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
-from tests.integration.conftest import RLVR_LAUNCHER
+from tests.integration.conftest import RLVR_LAUNCHER, needs
 
 HERE = Path(__file__).parent / "imported"
 RUNS = ("verl_grpo.sh", "roll.yaml", "verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
@@ -78,10 +77,7 @@ def test_what_is_imported_is_what_one_would_write(file, data):
 @pytest.mark.parametrize("file", RUNS)
 def test_an_imported_run_goes_to_the_end(file, data, launch):
     import_run(file, data)
-    engine = load("mine", data)["actor_train"]["strategy_args"]["strategy_name"]
-    package = packages().get(engine)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    needs(load("mine", data)["actor_train"]["strategy_args"]["strategy_name"])
     run = launch("infer=hf", "exp_name=run", config="mine", folder=data, script=RLVR_LAUNCHER).ended()
     assert run.summary["status"] == "completed" and run.summary["steps"] == 2
     assert all(run.metrics[step]["rollout/dropped"] == 0 for step in (1, 2))

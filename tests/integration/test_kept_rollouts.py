@@ -1,5 +1,6 @@
-"""An agentic run that filters and keeps its rollouts, and those that train on them again without playing."""
+"""What runs leave of their steps: rollouts that are trained on again, steps that are replayed or recorded."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -8,7 +9,9 @@ from statistics import fmean
 import pytest
 
 from roll.__main__ import main
-from tests.integration.conftest import assert_same_tensors
+from tests.integration.conftest import assert_same_tensors, lines
+
+pytestmark = pytest.mark.slow
 
 KEYS = (
     "max_steps=2",
@@ -30,7 +33,7 @@ ONE_STEP = tuple(f"{role}.training_args.per_device_train_batch_size=8" for role 
 
 def recounted(folder: Path) -> dict[str, float]:
     """A step's metrics, from the episodes that it left."""
-    episodes = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    episodes = lines(folder / "episodes.jsonl")
     turns = [turn for episode in episodes for turn in episode["turns"]]
     of_episodes = {
         "success": [episode["success"] for episode in episodes],
@@ -60,7 +63,6 @@ def recounted(folder: Path) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
 def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
     first = launch(*KEYS, f"rollout_dump_dir={tmp_path / 'kept'}").ended()
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00001", "step-00002"]
@@ -81,7 +83,6 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch, tmp_path):
     assert_same_tensors(second.tensors(2), first.tensors(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
@@ -111,3 +112,32 @@ def test_a_step_is_replayed_to_the_bit_and_its_figures_follow_from_what_was_kept
     assert other["reward/shaped_mean"] == recorded["reward/shaped_mean"]
     assert "changed: entropy_loss_coef: was 0.0, is 0.1" in said
     assert re.search(r"actor/grad_norm +\S+ +\S+  differs", said)
+
+
+# ---- traces of each role and rank, Ray's timeline, model FLOPs beside a peak, the same bits
+
+
+def test_a_recorded_step_computes_what_another_does(rlvr):
+    keys = ("max_steps=2", "save_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1")
+    plain = rlvr(*keys, output="plain").ended()
+    recorded = "profiler={steps: [2], shapes: true, memory: true, ray_timeline: true, peak_tflops: 0.01}"
+    run = rlvr(*keys, recorded, output="recorded").ended()
+
+    assert_same_tensors(run.tensors(2), plain.tensors(2))
+    assert run.repeatable_metrics() == plain.repeatable_metrics()
+    folder, roles = run.path / "profile", ("actor_infer", "actor_train", "reference")
+    assert not (plain.path / "profile").exists()
+    traces = {role: folder / f"step-00002-{role}-0.trace.json.gz" for role in roles}
+    assert set(folder.iterdir()) == {folder / "ray_timeline.json", *traces.values()}
+    for role, file in traces.items():
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        matrices = [event for event in events if event.get("name") in ("aten::mm", "aten::addmm")]
+        assert len(matrices) > 5 and all("Input Dims" in event["args"] for event in matrices), role
+        resident = [event["args"]["MiB"] for event in events if event["name"] == "resident memory"]
+        assert len(resident) > 5 and min(resident) > 100, role
+    timeline = json.loads((folder / "ray_timeline.json").read_text())
+    assert any("train" in event["name"] for event in timeline)
+    for metrics in (run.metrics[1], run.metrics[2]):
+        assert metrics["mfu/train"] == pytest.approx(metrics["tflops_per_device/train"] / 0.01)
+        assert metrics["tokens_per_s_per_device/train"] == pytest.approx(metrics["tokens_per_s/train"])
+    assert "tflops_per_device/train" in plain.metrics[1] and "mfu/train" not in plain.metrics[1]

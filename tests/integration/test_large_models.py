@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.large_models import MIB, report, write_model
-from roll.configs.engines import packages
+from tests.integration.conftest import needs
 
 ROOM = 40 * MIB
 """For what a process makes once, and tensors that wait to be written."""
@@ -12,8 +12,7 @@ ROOM = 40 * MIB
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed", "megatron"])
 def test_a_rank_has_its_part_of_a_frozen_model_and_one_tensor(tmp_path, engine):
-    if (needed := packages().get(f"{engine}_train")) is not None and not needed.installed:
-        pytest.skip(f"{needed.module} is not installed")
+    needs(f"{engine}_train")
     write_model(tmp_path / "tiny", 1e6)
     write_model(tmp_path / "model", 6e7)
     rows = report(engine, tmp_path, 2, trains=False)

@@ -13,10 +13,10 @@ from roll.distributed.strategy.fsdp2 import muon
 from roll.distributed.strategy.fsdp2.muon import layer_matrices, number_format
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
-from tests.integration.test_fsdp2 import make_context, policy_loss
+from tests.integration.test_fsdp2 import make_context
 from tests.support.picture_models import make_picture_model
 from tests.support.ranks import enter_rank, leave_rank, run_ranks, whole
-from tests.support.trainers import VOCABULARY, make_batch
+from tests.support.trainers import VOCABULARY, make_batch, policy_loss
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "four": {},

@@ -11,18 +11,14 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from roll.__main__ import main
-from tests.integration.conftest import assert_same_tensors, rows, write
-from tests.integration.test_agents import assert_trained_is_what_was_sampled
+from tests.integration.conftest import assert_same_tensors, lines, rows, write
+from tests.integration.test_agents import LOGGED, assert_trained_is_what_was_sampled
 from tests.integration.test_async_runs import OVERLAP
 from tests.support.contract import OPTIONS, needs_seeing
 from tests.support.judges import Summing
-from tests.support.picture_models import (
-    IMAGE,
-    PROCESSOR,
-    greedy_words,
-    make_picture_model,
-    make_tokenizer,
-)
+from tests.support.picture_models import IMAGE, PROCESSOR, greedy_words, make_picture_model, make_tokenizer
+
+pytestmark = pytest.mark.slow
 
 
 def pictured(path: Path) -> list[np.ndarray]:
@@ -46,7 +42,6 @@ def pictured(path: Path) -> list[np.ndarray]:
 LENGTHS = ("prompt_length=96", "sequence_length=102", "val_batch_size=1", "max_steps=1")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["hf_infer", "sglang"])
 def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, monkeypatch, engine):
     needs_seeing(engine)
@@ -62,7 +57,7 @@ def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, mo
     figures = {name: value for name, value in run.metrics[2].items() if name.startswith("eval/mean")}
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(run.path)]) == 0 and figures
-    again = json.loads((run.path.with_name("run_eval_2") / "metrics.jsonl").read_text().splitlines()[-1])
+    again = lines(run.path.with_name("run_eval_2") / "metrics.jsonl")[-1]
     assert {name: again[name] for name in figures} == figures
 
 
@@ -84,7 +79,6 @@ def filmed(path: Path) -> None:
     write(path / "val.jsonl", shown[:1])
 
 
-@pytest.mark.slow
 def test_generator_and_trainer_agree_on_prompts_with_videos(rlvr, tmp_path):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     filmed(tmp_path)
@@ -92,10 +86,8 @@ def test_generator_and_trainer_agree_on_prompts_with_videos(rlvr, tmp_path):
     lengths = ("prompt_length=160", "sequence_length=166", "val_batch_size=1", "max_steps=2")
     run = rlvr(f"pretrain={model}", *lengths, dump).ended()
     assert all(run.metrics[step]["mismatch/logprob_diff_max"] < 1e-4 for step in (1, 2))
-    lines = [
-        line for file in (tmp_path / "episodes").glob("*/episodes.jsonl") for line in file.read_text().splitlines()
-    ]
-    asked = {json.loads(line)["turns"][0]["observation"] for line in lines}
+    played = [each for file in (tmp_path / "episodes").glob("*/episodes.jsonl") for each in lines(file)]
+    asked = {each["turns"][0]["observation"] for each in played}
     assert asked == {"<video>?", "<image> and <video>?", "<image>?"}
     refused = rlvr(
         f"pretrain={model}", *lengths, "actor_train.strategy_args.strategy_name=deepspeed_train", output="refused"
@@ -104,7 +96,6 @@ def test_generator_and_trainer_agree_on_prompts_with_videos(rlvr, tmp_path):
     assert "train.jsonl:1: 1 videos, but actor_train's deepspeed_train has not been compared" in said
 
 
-@pytest.mark.slow
 def test_a_judge_of_the_run_sees_what_the_policy_sees(rlvr, tmp_path):
     policy, judge = (str(make_picture_model(tmp_path / name, seed=seed)) for seed, name in enumerate(("p", "j")))
     noise = pictured(tmp_path)
@@ -127,8 +118,6 @@ def test_a_judge_of_the_run_sees_what_the_policy_sees(rlvr, tmp_path):
     assert len({json.loads(line)["info"]["prompt_id"] for line in lines}) > 1 and run.metrics[1]["rollout/dropped"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_groups_that_wait_with_their_pictures_outlive_the_run_and_its_steps_are_repeated(rlvr, replay, tmp_path):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     pictured(tmp_path)
@@ -147,13 +136,10 @@ def test_groups_that_wait_with_their_pictures_outlive_the_run_and_its_steps_are_
     assert "are equal to the bit" in said
 
 
-@pytest.mark.slow
 def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     pictured(tmp_path)
-    write(
-        tmp_path / "train.jsonl", [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().split("\n")[:3]]
-    )
+    write(tmp_path / "train.jsonl", lines(tmp_path / "train.jsonl")[:3])
     run = rlvr(
         f"pretrain={model}",
         *LENGTHS[:1],
@@ -161,8 +147,7 @@ def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
         "max_steps=1",
         "validation=null",
         "agent={type: python, path: 'tests.support.agents:looking', pictures: true}",
-        "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
-        "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
+        *LOGGED,
     ).ended()
     answers = assert_trained_is_what_was_sampled(run)
     assert sorted(set(answers.values())) == [1, 2], "the grey picture is a row of its own"
@@ -172,7 +157,6 @@ def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     assert min(min(row["ids"]) for row in run.logged("trained.jsonl")) < 0
 
 
-@pytest.mark.slow
 def test_a_teacher_who_sees_is_imitated(offline, tmp_path):
     student, teacher = (
         make_picture_model(tmp_path / name, "qwen3_vl", seed=seed) for seed, name in enumerate(("student", "teacher"))

@@ -1,6 +1,5 @@
 """What goes wrong in a run, by really doing it: a clear message, the right exit code, nothing lost."""
 
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ from tests.integration.conftest import Run, assert_same_tensors
 def assert_failed(run: Run, *messages: str, steps: int) -> None:
     """Exit code 1, the messages, a checkpoint of the last finished step, and no process left behind."""
     assert run.wait() == 1, run.output
-    missing = [message for message in messages if message not in " ".join(run.output.split())]
+    missing = [message for message in messages if message not in run.said]
     assert not missing, f"{missing} not in:\n{run.output}"
     assert "Traceback" not in run.output
     assert run.summary["status"] == "failed"
@@ -71,10 +70,10 @@ def test_the_death_of_a_daemon_of_a_runs_own_cluster_ends_it_soon_with_the_reaso
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     run.release(hold)
-    assert run.wait() == 1, run.output
+    run.ended(1)
     assert time.monotonic() - killed < 45  # 7 to 14 s when nothing else uses the machine
     reason = f"{words} process ({daemon}) ended"
-    assert reason in " ".join(run.output.split()) and "Traceback" not in run.output, run.output
+    assert reason in run.said and "Traceback" not in run.output, run.output
     assert run.summary["status"] == "failed" and reason in run.summary["error"]
     assert reason in (run.path / "renders" / "index.html").read_text()
     assert find_damage(run.checkpoint(2)) is None
@@ -142,7 +141,7 @@ def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(
 def test_environments_fail_alone(launch):
     run = launch(config="faulty_envs", orders=("hold-actor_train-0-train-1", "hold-actor_train-0-train-2"))
     run.pid_at("actor_train-0-train-1")
-    turns = [json.loads(line) for line in (run.faults / "turns.jsonl").read_text().splitlines()]
+    turns = run.logged("turns.jsonl")
     last = {name: max(turn["time"] for turn in turns if turn["name"] == name) for name in ("fine", "slow")}
     first_slow = min(turn["time"] for turn in turns if turn["name"] == "slow")
     assert last["fine"] < first_slow + 0.5 < last["slow"], "a slow environment delayed the others"
@@ -183,7 +182,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("beside", ["false", "true"])
 def test_a_full_disk_leaves_the_earlier_checkpoint(launch, small_disk, beside):
     run = launch(f"checkpoint_config.output_dir={small_disk}/checkpoints", f"async_save={beside}").ended(1)
-    assert f"the disk under {small_disk}/checkpoints is full" in " ".join(run.output.split())
+    assert f"the disk under {small_disk}/checkpoints is full" in run.said
     assert run.summary["status"] == "failed" and run.summary["steps"] in ((2, 3) if beside == "true" else (2,))
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["checkpoint-1"]
     assert find_damage(small_disk / "checkpoints" / "checkpoint-1") is None
@@ -213,7 +212,7 @@ def test_a_hung_call_is_named_after_rpc_timeout(launch):
 def test_a_run_in_which_nothing_moves_ends_with_who_waits_for_whom(request, hold, place):
     launch = request.getfixturevalue("rlvr" if "reward" in hold else "launch")
     run = launch("stall_timeout=20", "save_steps=1", orders=(hold,)).ended(1)
-    output = " ".join(run.output.split())
+    output = run.said
     assert "StallError: nothing has moved for" in output and "the driver waits for:" in output, output
     assert place in output, output
     assert "Traceback" not in run.output and run.summary["status"] == "failed"

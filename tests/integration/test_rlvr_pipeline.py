@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.report.parting import MEASURED
 from roll.rewards.types import Sample
 from roll.tracking.checkpointer import find_damage
-from tests.integration.conftest import AUTHENTICATED, ROOT, RayCluster, Run, assert_same_tensors, position, rows, write
+from tests.integration.conftest import RayCluster, Run, assert_same_tensors, lines, position, rows, write
 from tests.support.resuming import stop_and_resume
 from tests.support.scoring import Brief, Letters
 
@@ -28,16 +25,11 @@ def draws(run: Run) -> list[tuple[int, str]]:
     return sorted((line["draw"], line["prompt"]) for line in run.logged("played.jsonl") if line["what"] == "train")
 
 
-def words(run: Run) -> str:
-    """The output without its line breaks."""
-    return " ".join(run.output.split())
-
-
 @pytest.mark.slow
 def test_a_generator_with_other_weights_stops_the_run_and_the_tensor_is_named(rlvr):
     run = rlvr("max_steps=1", "actor_infer.worker_cls=tests.support.faults:DamagedInferWorker").ended(1)
-    assert "tensors: model.layers.1.mlp.down_proj.weight is" in words(run)
-    assert "of version 0 are up to" in words(run)
+    assert "tensors: model.layers.1.mlp.down_proj.weight is" in run.said
+    assert "of version 0 are up to" in run.said
 
 
 @pytest.mark.slow
@@ -134,9 +126,9 @@ def test_two_domains_are_trained_and_evaluated_to_the_end_and_a_step_is_replayed
     ).ended()
     assert run.metrics[1]["reward/kl"] > 0.01, "before the first update the policy is not its reference"
     assert (run.checkpoint(2) / "actor_train" / "chat_template.jinja").read_text() == BANGS
-    assert "each step: 8 prompts × 4 answers = 32 samples" in words(run)
-    assert "training data: 16 prompts (digits 8, letters 8)" in words(run)
-    assert "held-out data: 6 prompts (digits 3, letters 3)" in words(run)
+    assert "each step: 8 prompts × 4 answers = 32 samples" in run.said
+    assert "training data: 16 prompts (digits 8, letters 8)" in run.said
+    assert "held-out data: 6 prompts (digits 3, letters 3)" in run.said
     nothing_waits = {"settled": 0, "again": [], "ready": [], "fell_short": False}
     assert position(run, 2) == {"next_draw": 16, "trained": 16, **nothing_waits}
     for step in (1, 2):
@@ -160,23 +152,18 @@ def test_two_domains_are_trained_and_evaluated_to_the_end_and_a_step_is_replayed
 
 def check_commands(run: Run, cluster: RayCluster, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``roll eval`` measures what the run has measured, ``roll score`` gives its episodes the same scores."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address, **AUTHENTICATED}
-    command = [sys.executable, "-m", "roll", "eval", str(run.path), "num_renders=0"]
-    done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    evaluated = cluster.roll(folder, "eval", str(run.path), "num_renders=0")
     again = Run(run.path.with_name("run_eval_2"), run.faults, run.process)
     expected = {name: value for name, value in run.metrics[2].items() if name.startswith("eval")}
     assert {name: again.metrics[2][name] for name in expected} == expected and list(again.metrics) == [2]
     assert again.summary["eval"]["after"] == run.summary["eval"]["after"]
-    assert f"eval/maj@4{expected['eval/maj@4']:.4f}" in "".join(done.stdout.split())
+    assert f"eval/maj@4{expected['eval/maj@4']:.4f}" in "".join(evaluated.split())
 
     episodes = run.path / "trajectories" / "eval-00002.jsonl"
     scored = folder / "scored.jsonl"
     assert roll(["score", str(episodes), "--config", str(run.path), "-o", str(scored)]) == 0
-    lines = [json.loads(line) for line in scored.read_text().splitlines()]
-    assert [line["scores"][0]["score"] for line in lines] == pytest.approx([line["score"] for line in lines])
+    found = lines(scored)
+    assert [line["scores"][0]["score"] for line in found] == pytest.approx([line["score"] for line in found])
     out = "".join(capsys.readouterr().out.split())
     for name in ("pass@1", "pass@2", "best@4", "maj@4"):
         assert f"{name}{expected[f'eval/{name}']:.4f}" in out
@@ -201,7 +188,7 @@ def another_reference_and_tokenizer(folder: Path) -> tuple[str, ...]:
 
 def check_evaluations(run: Run) -> None:
     """Before and after: figures in the summary, and answers with scores that a verifier of our own comes to as well."""
-    held_out = {row["id"]: row for row in map(json.loads, (run.path.parents[1] / "val.jsonl").read_text().splitlines())}
+    held_out = {row["id"]: row for row in lines(run.path.parents[1] / "val.jsonl")}
     for name, step in (("before", 0), ("after", 2)):
         figures = run.summary["eval"][name]
         names = {"mean@4", "pass@1", "pass@2", "pass@4", "best@4", "maj@4", "accuracy", "accuracy_greedy"}
@@ -210,8 +197,7 @@ def check_evaluations(run: Run) -> None:
         assert figures["accuracy"] == figures["mean@4"] == pytest.approx(figures["pass@1"])
         assert figures["pass@1"] <= figures["pass@2"] <= figures["pass@4"]
         assert {f"eval/{tag}/maj@4" for tag in ("letters", "digits")} <= run.metrics[step].keys()
-        path = run.path / "trajectories" / f"eval-{step:05d}.jsonl"
-        episodes = [json.loads(line) for line in path.read_text().splitlines()]
+        episodes = lines(run.path / "trajectories" / f"eval-{step:05d}.jsonl")
         assert len(episodes) == 24
         assert {episode["info"]["prompt_id"] for episode in episodes} == held_out.keys()
         for episode in episodes:
@@ -250,13 +236,13 @@ def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_man
     told = (
         "rewards.letters: 16 of 16 answers could not be scored, more than max_error_rate=0.75; the last error: letters "
     )
-    for text in (words(run), run.summary["error"]):
+    for text in (run.said, run.summary["error"]):
         assert told in text and "Letters failed after 1 attempt: ArithmeticError: cannot judge letters" in text
     assert run.summary["steps"] == 1 and find_damage(run.checkpoint(1)) is None
     assert position(run, 1)["next_draw"] == 4, "the next run tries the same prompts again"
 
     assert unbuildable.wait() == 1, unbuildable.output
-    assert "a verifier process could not be set up: OSError: there is no word list" in words(unbuildable)
+    assert "a verifier process could not be set up: OSError: there is no word list" in unbuildable.said
     assert not any("Traceback" in failed.output for failed in (run, unbuildable))
 
 
@@ -283,10 +269,8 @@ def test_steps_that_find_too_few_groups_train_on_those_and_are_resumed_to_the_bi
     assert "step 2 trains on 1 of 4 groups" in log and "step 3 takes no optimizer step" in log
     assert whole.metrics[2]["eval/attained"] < 0.9 <= whole.metrics[2]["rollout/attained"], "it looked learned"
     assert "learned" not in whole.summary and whole.summary["status"] == "completed"
-    trained = [
-        json.loads(line) for line in (whole.path / "trajectories" / "train-00002.jsonl").read_text().splitlines()
-    ]
-    assert [row["trained"] for row in trained] == [True] * 4 + [False] * 4
+    episodes = lines(whole.path / "trajectories" / "train-00002.jsonl")
+    assert [episode["trained"] for episode in episodes] == [True] * 4 + [False] * 4
 
 
 @pytest.mark.slow
@@ -300,18 +284,18 @@ def test_a_run_that_has_learned_ends_well_before_its_last_step(rlvr, tmp_path):
         run.summary["learned"].startswith("learned: 100.0% attained in all that step 2 sampled")
         and run.summary["eval"]["after"]
     )
-    assert find_damage(run.checkpoint(2)) is None and "Ended as learned: 100.0% attained" in words(run)
+    assert find_damage(run.checkpoint(2)) is None and "Ended as learned: 100.0% attained" in run.said
     assert run.metrics[2]["rollout/episodes"] == 32, "twice the batch"
     again = rlvr(*keys, "resume_from_checkpoint=true")
-    assert again.wait() == 0 and "is finished" in words(again)
+    assert again.wait() == 0 and "is finished" in again.said
 
 
 def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr, tmp_path):
-    lines = [json.dumps(row) for row in rows("t", [""] * 4)]
-    lines[1] = lines[1][:-1]
-    lines[2] = lines[2].replace('"prompt"', '"question"')
-    lines[3] = lines[3].replace('"letters"', '"chess"')
-    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    bad = [json.dumps(row) for row in rows("t", [""] * 4)]
+    bad[1] = bad[1][:-1]
+    bad[2] = bad[2].replace('"prompt"', '"question"')
+    bad[3] = bad[3].replace('"letters"', '"chess"')
+    (tmp_path / "bad.jsonl").write_text("\n".join(bad) + "\n")
     data = rlvr("actor_train.data_args.file_name=[bad.jsonl,trian.jsonl]", output="data")
     plugin = rlvr("rewards.letters.verifiers=[{name: multiple_choise}]", output="plugin")
     assert (data.wait(), plugin.wait()) == (2, 2), data.output + plugin.output
@@ -321,7 +305,7 @@ def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr, tmp_p
     for start in starts:
         assert any(line.startswith(start) for line in told), data.output
     assert "did you mean train.jsonl?" in data.output and "'chess'" in data.output
-    assert "did you mean multiple_choice?" in words(plugin)
+    assert "did you mean multiple_choice?" in plugin.said
     assert not data.path.exists() and not plugin.path.exists(), "something was started"
 
 

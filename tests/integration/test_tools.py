@@ -9,9 +9,12 @@ import pytest
 
 from tests.integration.conftest import FAULTS, RLVR_LAUNCHER, ROOT, assert_same_tensors, write
 from tests.integration.conftest import rows as data
-from tests.integration.test_agents import assert_trained_is_what_was_sampled
+from tests.integration.test_agents import LOGGED, assert_trained_is_what_was_sampled
 from tests.integration.test_async_runs import ORDERS, OVERLAP, assert_finished, repeatable
 from tests.support.mcp_http import SCRIPT, served
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+"""tests/unit/rollout/test_tool_env.py has each kind of tool."""
 
 FEW = (
     "pretrain=tiny",
@@ -53,8 +56,6 @@ def prepare(folder: Path) -> None:
     write(folder / "train.jsonl", data("t", ORDERS))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_tool_is_called_answered_and_learnt_from(launch):
     run = launch(*FEW, config="rlvr_tools", script=RLVR_LAUNCHER, folder=ROOT / "examples" / "config").ended()
     for step in (1, 2):
@@ -65,11 +66,9 @@ def test_a_tool_is_called_answered_and_learnt_from(launch):
         assert record["rollout/penalty"] == pytest.approx(-0.1 * record["rollout/malformed_calls"])
         assert record["rollout/tokens/differ"] < 1
     assert run.summary["status"] == "completed"
-    assert "chat template: append-only, speaks the tool dialect hermes" in " ".join(run.output.split())
+    assert "chat template: append-only, speaks the tool dialect hermes" in run.said
 
 
-@pytest.mark.slow  # tests/unit/rollout/test_tool_env.py has each kind
-@pytest.mark.timeout(600)
 def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluations(rlvr, url, tmp_path):
     prepare(tmp_path)
     run = rlvr(
@@ -78,8 +77,7 @@ def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluatio
         f"tools.servers.pipes.env={{{FAULTS}: '{tmp_path / 'faults-0'}'}}",  # so that one which stays behind is found
         "max_steps=4",
         "eval_steps=4",
-        "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
-        "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
+        *LOGGED,
     ).ended()
     assert_finished(run, 4)
     answers = assert_trained_is_what_was_sampled(run)
@@ -97,8 +95,6 @@ def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluatio
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_with_tools_is_the_same_through_a_kill_and_a_resume(rlvr, url, tmp_path):
     prepare(tmp_path)
     more = (f"tools.servers.http={{url: '{url}', only: [multiply], timeout: 60}}", "max_steps=4", "eval_steps=2")

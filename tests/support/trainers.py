@@ -1,16 +1,20 @@
-"""A batch, its shares and a context, for the tests of trainers that run the same step in several ways."""
+"""A batch, its shares, a context and losses, for the tests of trainers that run the same step in several ways."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext
 
 VOCABULARY = 61
 TEMPERATURE = 0.8
+ENTROPY_COEF = 0.01
 
 
 def make_batch(num_sequences: int = 9, seed: int = 0) -> Batch:
@@ -49,3 +53,42 @@ def make_context(model: Path, name: str, strategy: dict[str, Any] | None = None,
     return StrategyContext(
         worker=WorkerConfig.model_validate(worker), **{"role": "actor_train", "model_path": str(model), **options}
     )
+
+
+def make_trainer(model: Path, name: str, strategy: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """A trainer, or a scorer, that is set up."""
+    trainer = STRATEGIES.get(name)(make_context(model, name, strategy, **kwargs))
+    trainer.setup()
+    return trainer
+
+
+def with_reference(batch: Batch, seed: int = 0, hidden_size: int = 32) -> Batch:
+    """Adds what KL terms read. The hidden states are no model's: the KL to them is far from 0 from the start."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    mask_T = batch.loss_mask_T
+    return batch.replace(
+        old_logprobs_T=(torch.randn(batch.num_tokens, generator=generator) * 0.3 - 4) * mask_T,
+        marked_T=(torch.rand(batch.num_tokens, generator=generator) < 0.5) & mask_T,
+        ref_hidden_TH=torch.randn(batch.num_tokens, hidden_size, generator=generator) * mask_T[:, None],
+    )
+
+
+def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    """REINFORCE with entropy, and the KL to a reference where it is there; of a critic the squared error."""
+    assert batch.advantages_T is not None
+    if scores.values_T is not None:
+        error = (scores.values_T - batch.advantages_T)[batch.loss_mask_T].square().sum() / context.num_tokens
+        return LossOutput(error, {"critic/error": error.detach()})
+    assert scores.logprobs_T is not None and scores.entropy_T is not None
+    gain_T = batch.advantages_T * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
+    if scores.kl_T is not None:
+        gain_T = gain_T - scores.kl_T
+    loss = -gain_T[batch.loss_mask_T].sum() / context.num_tokens
+    totals = {"actor/entropy": scores.entropy_T, "actor/logprob": scores.logprobs_T}
+    return LossOutput(loss, {name: total_T.detach().sum() / context.num_tokens for name, total_T in totals.items()})
+
+
+def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    """Broken in micro-batches of one sequence only: other micro-batches, and other ranks, may be sound."""
+    output = policy_loss(scores, batch, context)
+    return LossOutput(output.loss * math.nan if batch.num_sequences == 1 else output.loss, output.metrics)
