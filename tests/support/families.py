@@ -298,6 +298,7 @@ def _shared_difference(scorer: TokenScorer, rows: list[Tensor], alone: list[Tens
     inputs = layout(batch, sharing=True)
     assert inputs.input_ids_RC.numel() < batch.num_tokens
     logprobs_T = score_input(scorer, inputs, batch.num_tokens).logprobs_T
+    assert logprobs_T is not None
     return float((logprobs_T[batch.loss_mask_T] - torch.cat([row[10:] for row in alone])).abs().max())
 
 

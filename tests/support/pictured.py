@@ -158,6 +158,7 @@ def whole_videos(one: Batch) -> dict[str, Tensor]:
     ids = [*vocabulary_ids(one.tokens_T).tolist(), -1, -1]
     end = make_tokenizer().convert_tokens_to_ids("<|vision_end|>")
     videos: list[list[np.ndarray]] = [[]]
+    assert one.items_I is not None
     for place, item in items_along(one.tokens_T, one.items_I[0]):
         if item.data.ndim == 3:
             continue
