@@ -63,8 +63,8 @@ def test_tensorboard_shows_what_it_was_told_but_no_secrets_nor_steps_that_a_resu
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = {"seed": 7, "pretrain": "tiny", "tracker_kwargs": {"wandb": {"api_key": "hunter2hunter2"}}}
-    for resumed_step, steps, value in ((None, range(1, 6), 1.0), (3, range(4, 6), 2.0)):
-        tracker = MultiTracker(["tensorboard"], {"flush_secs": 5}, TrackerContext(run, config, resumed_step))
+    for resumed_step, shown, steps, value in ((None, config, range(1, 6), 1.0), (3, {}, range(4, 6), 2.0)):
+        tracker = MultiTracker(["tensorboard"], {"flush_secs": 5}, TrackerContext(run, shown, resumed_step))
         for step in steps:
             tracker.log({"rollout/reward": value, "time/train": float("nan")}, step)
         tracker.finish()
