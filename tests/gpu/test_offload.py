@@ -11,7 +11,8 @@ import torch
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
 from roll.models.lora import LoraSpec
-from tests.support.harness import TEMPERATURE, Layout, needs, policy_loss, started
+from tests.support.choice import needs
+from tests.support.harness import TEMPERATURE, Layout, policy_loss, started
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import enter_rank, run_ranks
 from tests.support.sizes import sizes

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from roll.configs.engines import packages
+from tests.support.lines import read_lines, write_lines
 from tests.support.warm.start import warm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,22 +47,6 @@ AUTHENTICATED = {"RAY_AUTH_MODE": "token"}
 
 VOLATILE = re.compile(r"time/|tokens_per_s/|tokens_per_s_per_device/|tflops_per_device/|mfu/|mismatch/|probe/|memory/")
 """Metrics that time, other load or the composition of batches may change."""
-
-
-def installed(strategy: str) -> bool:
-    package = packages().get(strategy)
-    return package is None or package.installed
-
-
-def needs(strategy: str) -> None:
-    """Skips where the package of an engine is missing."""
-    if not installed(strategy):
-        pytest.skip(f"{strategy}: {packages()[strategy].module} is not installed (extra {packages()[strategy].extra})")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @dataclass
@@ -119,7 +103,7 @@ class Run:
     def logged(self, file: str) -> list[dict[str, Any]]:
         """What the workers of ``tests/support/faults.py`` have logged in a file."""
         path = self.faults / file
-        return lines(path) if path.exists() else []
+        return read_lines(path) if path.exists() else []
 
     def processes(self) -> list[int]:
         """Ids of the processes that belong to the run, its driver and Ray's own included."""
@@ -146,7 +130,7 @@ class Run:
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
         """``metrics.jsonl`` by step, each step once."""
-        records = lines(self.path / "metrics.jsonl")
+        records = read_lines(self.path / "metrics.jsonl")
         steps = [record["step"] for record in records]
         assert steps == sorted(set(steps)), f"steps reported twice or out of order: {steps}"
         return {record.pop("step"): record for record in records}
@@ -307,10 +291,6 @@ def rows(name: str, orders: Sequence[str], tag: str = "letters") -> list[dict[st
     ]
 
 
-def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 @pytest.fixture
 def offline(launch: Launch, tmp_path: Path) -> Offline:
     """Makes ``launch`` of ``config/<name>.yaml``, with 10 rows to learn from and 4 held out."""
@@ -331,8 +311,8 @@ def offline(launch: Launch, tmp_path: Path) -> Offline:
 @pytest.fixture
 def rlvr(launch: Launch, tmp_path: Path) -> Rlvr:
     """``launch`` of ``config/rlvr.yaml``, with 20 rows to train on and 4 held out unless a test writes its own."""
-    write(tmp_path / "train.jsonl", rows("t", [""] * 20))
-    write(tmp_path / "val.jsonl", rows("v", [""] * 4))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 20))
+    write_lines(tmp_path / "val.jsonl", rows("v", [""] * 4))
 
     def start(*overrides: str, **options: Any) -> Run:
         return launch(*overrides, **{"config": "rlvr", "script": RLVR_LAUNCHER, **options})

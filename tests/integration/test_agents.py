@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.conftest import ROOT, Run, rows, write
+from tests.integration.conftest import ROOT, Run, rows
+from tests.support.lines import write_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 """unit/rollout/agents/test_programs.py has their rows and each failure, test_rlvr_pipeline.py the pipeline."""
@@ -48,8 +49,8 @@ def assert_trained_is_what_was_sampled(run: Run) -> Counter[int]:
 
 
 def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", [""] * 4))
-    write(tmp_path / "val.jsonl", rows("v", [""] * 2))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 4))
+    write_lines(tmp_path / "val.jsonl", rows("v", [""] * 2))
     run = rlvr(
         *SMALL,
         f"agent={{command: [python, {PROGRAM}], timeout: 200}}",
@@ -91,7 +92,7 @@ def test_programs_play_environments_beside_a_policy_that_plays_itself(launch):
 
 
 def test_programs_go_on_while_weights_are_updated(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", [""] * 8))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 8))
     run = rlvr(
         *SMALL,
         "agent={type: python, path: 'tests.support.agents:two_turns'}",
@@ -111,7 +112,7 @@ def test_programs_go_on_while_weights_are_updated(rlvr, tmp_path):
 
 
 def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", [""] * 4))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 4))
     run = rlvr(
         *SMALL,
         "agent={type: python, path: 'tests.support.agents:unreliable', retries: 1}",

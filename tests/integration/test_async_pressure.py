@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from tests.integration.conftest import Run, assert_same_tensors, rows, write
+from tests.integration.conftest import Run, assert_same_tensors, rows
 from tests.integration.test_async_runs import OVERLAP, assert_finished, repeatable, schedule, used
+from tests.support.lines import write_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -84,7 +85,7 @@ def test_one_environment_of_many_that_is_a_hundred_times_slower_holds_nobody_up(
 
 
 def test_a_generator_that_dies_with_partial_answers_costs_only_them(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
+    write_lines(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
     worker = "actor_infer.worker_cls=tests.support.faults:FragileInferWorker"
     run = rlvr(
         *OVERLAP, *NO_EVALUATION, *LONG, worker, "max_steps=5", "max_running_groups=5", orders=("die-partial",)
@@ -109,7 +110,7 @@ if __name__ == "__main__":
 @pytest.mark.timeout(900)
 def test_on_shared_devices_requests_are_parked_while_the_trainer_has_them(rlvr, tmp_path):
     """All roles on one device that they take turns on; and the run is repeated there bit for bit."""
-    write(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
+    write_lines(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
     (script := tmp_path / "start.py").write_text(TAKING_TURNS)
     worker = "actor_infer.worker_cls=tests.support.faults:MovedInferWorker"
     overrides = (*OVERLAP, *LONG, worker, "max_steps=4", "eval_steps=2", "max_running_groups=5")

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.conftest import Rlvr, Run, assert_same_tensors, lines, position, rows, write
+from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows
 from tests.integration.test_replayed_choices import KEPT
+from tests.support.lines import read_lines, write_lines
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,7 +35,7 @@ ORDERS = ["", "linger", "equal", "", "", "linger", "equal", "", "linger", ""]
 
 def schedule(run: Run) -> dict[int, dict[str, Any]]:
     """``schedule.jsonl`` by step, each step once."""
-    records = lines(run.path / "schedule.jsonl")
+    records = read_lines(run.path / "schedule.jsonl")
     steps = [record.pop("step") for record in records]
     assert steps == list(range(1, len(steps) + 1))
     return dict(zip(steps, records, strict=True))
@@ -135,7 +136,7 @@ def killed_at_random(
 
 @pytest.mark.slow
 def test_every_draw_is_used_once_through_kills_and_groups_that_wait_outlive_the_run(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", ORDERS))
+    write_lines(tmp_path / "train.jsonl", rows("t", ORDERS))
     overrides = (*OVERLAP, "max_steps=8", "validation=null")
     first = rlvr(*overrides, orders=("hold-actor_train-0-train-2", "hold-actor_train-0-train-3"))
     first.pid_at("actor_train-0-train-2")
@@ -155,14 +156,14 @@ def test_every_draw_is_used_once_through_kills_and_groups_that_wait_outlive_the_
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_draw_is_used_once_through_forty_kills(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", ORDERS))
+    write_lines(tmp_path / "train.jsonl", rows("t", ORDERS))
     overrides = (*OVERLAP, "max_steps=150", "val_before_train=false", "validation=null")
     assert_finished(killed_at_random(rlvr, overrides, 40, VICTIMS), 150)
 
 
 @pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_generator_that_dies_beside_training_and_a_stop_lose_nothing(rlvr, tmp_path, stops):
-    write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
+    write_lines(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
     steps = 5 if stops else 3
     overrides = (*OVERLAP, f"max_steps={steps}", "eval_steps=2")
     run = rlvr(*overrides, orders=("hold-actor_train-0-train-2",))
@@ -197,7 +198,7 @@ def repeatable(run: Run) -> dict[int, dict[str, float]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kv", "sampling"), [("recompute", ()), ("keep", KEPT)])
 def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr, tmp_path, kv, sampling):
-    write(tmp_path / "train.jsonl", rows("t", ORDERS))
+    write_lines(tmp_path / "train.jsonl", rows("t", ORDERS))
     # Answers so long, and so few at a time, that weights come in the middle of them.
     longer = ("response_length=200", "sequence_length=240", "max_steps=5", "eval_steps=2", "max_running_groups=2")
     longer = (*longer, f"kv_after_update={kv}", *sampling)
@@ -220,7 +221,7 @@ def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr, tmp_pat
 
 @pytest.mark.slow
 def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_schedule(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", [""] * 6 + ["right"] * 24 + [""] * 12))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 6 + ["right"] * 24 + [""] * 12))
     keys = (*OVERLAP, "actor_train.data_args.shuffle=false", "max_filtered_batches=2", "max_steps=6", "validation=null")
     first = rlvr(*keys).ended()
     records = schedule(first)
@@ -242,7 +243,7 @@ def test_steps_beside_rollouts_that_find_too_few_groups_are_repeated_by_the_sche
 
 @pytest.mark.slow
 def test_without_partial_rollouts_every_answer_has_one_version_and_the_driver_fetches_no_column(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", ORDERS))
+    write_lines(tmp_path / "train.jsonl", rows("t", ORDERS))
     longer = ("response_length=200", "sequence_length=240", "max_steps=4", "max_running_groups=2")
     longer += ("num_written_groups=0", "probe=off", "save_steps=100")  # what is written, and the probe, is fetched
     longer += (

@@ -9,9 +9,10 @@ from torch import Tensor
 from roll.data.batch import Batch
 from roll.pipeline.rollouts import read_rollouts
 from roll.rollout.rows import groups_to_batch
-from tests.integration.conftest import rows, write
+from tests.integration.conftest import rows
 from tests.support.foreign import save_foreign_model
 from tests.support.imitation import Imitator
+from tests.support.lines import write_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -78,7 +79,7 @@ def test_two_teachers_judge_rows_of_their_own_tags(rlvr, model, teacher, tmp_pat
         f"{name}: {{pretrain: '{path}', tag_included: [{tag}], {section}}}" for tag, (name, path) in owners.items()
     )
     verifiers = "[{name: tests.support.scoring:Letters}]"
-    write(tmp_path / "train.jsonl", rows("t", [""] * 4) + rows("u", [""] * 4, "digits"))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 4) + rows("u", [""] * 4, "digits"))
     run = rlvr(
         "rollout_batch_size=8",
         f"rewards.digits={{tag_included: [digits], verifiers: {verifiers}}}",
@@ -101,7 +102,7 @@ def test_two_teachers_judge_rows_of_their_own_tags(rlvr, model, teacher, tmp_pat
 
 def test_the_policy_teaches_itself_with_the_solution(rlvr, model, tmp_path):
     worked = [each | {"worked": "Up" * (1 + number % 3)} for number, each in enumerate(rows("t", [""] * 8))]
-    write(tmp_path / "train.jsonl", worked)
+    write_lines(tmp_path / "train.jsonl", worked)
     itself = (*TEACHER[:2], "max_steps=1", "is_pure_opd=true", f"teacher_pretrain={model}", "rollout_dump_dir=dumped")
     missing = rlvr(*itself, "teacher_prompt='{prompt} {solved}'", output="missing").ended(2)
     assert "teacher_prompt: no column 'solved'" in missing.said

@@ -9,7 +9,8 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from roll.models.tiny import make_tiny_model, make_tokenizer
-from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Run, needs
+from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Run
+from tests.support.choice import needs
 from tests.support.known_families import make_known
 
 EXAMPLES = ROOT / "examples" / "config"

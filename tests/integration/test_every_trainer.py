@@ -19,8 +19,8 @@ from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training import tensor_files
-from tests.integration.conftest import installed, needs
 from tests.support import harness
+from tests.support.choice import installed, needs
 from tests.support.harness import Layout, make_model
 from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks, unpacked
 from tests.support.trainers import make_batch, make_context

@@ -13,6 +13,7 @@ import pytest
 
 from roll.__main__ import main as roll
 from roll.models.tiny import make_tiny_model
+from tests.support.lines import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_environment.py"
@@ -136,13 +137,13 @@ def test_environments_by_path_by_registered_name_of_gymnasium_and_of_textarena_r
     assert done.returncode == 0, done.stdout + done.stderr
 
     run = tmp_path / "run"
-    episodes = [json.loads(line) for line in (run / "trajectories" / "eval-00001.jsonl").read_text().splitlines()]
+    episodes = read_lines(run / "trajectories" / "eval-00001.jsonl")
     seen = {episode["tag"]: {turn["observation"] for turn in episode["turns"]} for episode in episodes}
     assert seen.keys() == {"ByPath", "ByName", "Cliff", "Arena"}
     assert "Guess." in seen["ByPath"] and "Guess." in seen["ByName"]
     assert all("x" in observation and "T" in observation for observation in seen["Cliff"])
     assert any("between 1 and 20" in observation for observation in seen["Arena"])
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_lines(run / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [0, 1]
     assert (metrics[1]["rollout/episodes"], metrics[1]["rollout/dropped"]) == (16, 0)
     assert metrics[1]["actor/grad_norm"] >= 0

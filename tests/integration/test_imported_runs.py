@@ -12,7 +12,8 @@ from roll.__main__ import main
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
-from tests.integration.conftest import RLVR_LAUNCHER, needs
+from tests.integration.conftest import RLVR_LAUNCHER
+from tests.support.choice import needs
 
 HERE = Path(__file__).parent / "imported"
 RUNS = ("verl_grpo.sh", "roll.yaml", "verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")

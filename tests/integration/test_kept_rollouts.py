@@ -9,7 +9,8 @@ from statistics import fmean
 import pytest
 
 from roll.__main__ import main
-from tests.integration.conftest import assert_same_tensors, lines
+from tests.integration.conftest import assert_same_tensors
+from tests.support.lines import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ ONE_STEP = tuple(f"{role}.training_args.per_device_train_batch_size=8" for role 
 
 def recounted(folder: Path) -> dict[str, float]:
     """A step's metrics, from the episodes that it left."""
-    episodes = lines(folder / "episodes.jsonl")
+    episodes = read_lines(folder / "episodes.jsonl")
     turns = [turn for episode in episodes for turn in episode["turns"]]
     of_episodes = {
         "success": [episode["success"] for episode in episodes],

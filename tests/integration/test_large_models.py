@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.large_models import MIB, report, write_model
-from tests.integration.conftest import needs
+from tests.support.choice import needs
 
 ROOM = 40 * MIB
 """For what a process makes once, and tensors that wait to be written."""

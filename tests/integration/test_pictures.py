@@ -11,11 +11,12 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from roll.__main__ import main
-from tests.integration.conftest import assert_same_tensors, lines, rows, write
+from tests.integration.conftest import assert_same_tensors, rows
 from tests.integration.test_agents import LOGGED, assert_trained_is_what_was_sampled
 from tests.integration.test_async_runs import OVERLAP
 from tests.support.contract import OPTIONS, needs_seeing
 from tests.support.judges import Summing
+from tests.support.lines import read_lines, write_lines
 from tests.support.picture_models import IMAGE, PROCESSOR, greedy_words, make_picture_model, make_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -34,8 +35,10 @@ def pictured(path: Path) -> list[np.ndarray]:
         Image.fromarray(pixels).save(path / f"{number}.png")
     one, two, both, none = rows("t", [""] * 4)
     shown = [one | {"images": ["0.png"]}, two | {"images": ["1.png"]}, both | {"images": ["2.png", "3.png"]}, none]
-    write(path / "train.jsonl", [line | {"prompt": f"{'<image>' * len(line.get('images', 'x'))}?"} for line in shown])
-    write(path / "val.jsonl", [one | {"prompt": "which <image>?", "images": ["0.png"]}])
+    write_lines(
+        path / "train.jsonl", [line | {"prompt": f"{'<image>' * len(line.get('images', 'x'))}?"} for line in shown]
+    )
+    write_lines(path / "val.jsonl", [one | {"prompt": "which <image>?", "images": ["0.png"]}])
     return noise
 
 
@@ -57,7 +60,7 @@ def test_generator_and_trainer_agree_on_prompts_with_pictures(rlvr, tmp_path, mo
     figures = {name: value for name, value in run.metrics[2].items() if name.startswith("eval/mean")}
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(run.path)]) == 0 and figures
-    again = lines(run.path.with_name("run_eval_2") / "metrics.jsonl")[-1]
+    again = read_lines(run.path.with_name("run_eval_2") / "metrics.jsonl")[-1]
     assert {name: again[name] for name in figures} == figures
 
 
@@ -75,8 +78,8 @@ def filmed(path: Path) -> None:
         three | {"images": ["3.png"], "prompt": "<image>?"},
         none | {"prompt": "<video>?"},
     ]
-    write(path / "train.jsonl", shown)
-    write(path / "val.jsonl", shown[:1])
+    write_lines(path / "train.jsonl", shown)
+    write_lines(path / "val.jsonl", shown[:1])
 
 
 def test_generator_and_trainer_agree_on_prompts_with_videos(rlvr, tmp_path):
@@ -86,7 +89,7 @@ def test_generator_and_trainer_agree_on_prompts_with_videos(rlvr, tmp_path):
     lengths = ("prompt_length=160", "sequence_length=166", "val_batch_size=1", "max_steps=2")
     run = rlvr(f"pretrain={model}", *lengths, dump).ended()
     assert all(run.metrics[step]["mismatch/logprob_diff_max"] < 1e-4 for step in (1, 2))
-    played = [each for file in (tmp_path / "episodes").glob("*/episodes.jsonl") for each in lines(file)]
+    played = [each for file in (tmp_path / "episodes").glob("*/episodes.jsonl") for each in read_lines(file)]
     asked = {each["turns"][0]["observation"] for each in played}
     assert asked == {"<video>?", "<image> and <video>?", "<image>?"}
     refused = rlvr(
@@ -139,7 +142,7 @@ def test_groups_that_wait_with_their_pictures_outlive_the_run_and_its_steps_are_
 def test_what_a_program_shows_is_trained_as_the_engine_saw_it(rlvr, tmp_path):
     model = make_picture_model(tmp_path / "model", "qwen3_vl")
     pictured(tmp_path)
-    write(tmp_path / "train.jsonl", lines(tmp_path / "train.jsonl")[:3])
+    write_lines(tmp_path / "train.jsonl", read_lines(tmp_path / "train.jsonl")[:3])
     run = rlvr(
         f"pretrain={model}",
         *LENGTHS[:1],

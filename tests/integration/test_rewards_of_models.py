@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Run, lines
+from tests.integration.conftest import Run
 from tests.support.judged_env import question, score
 from tests.support.judges import WORDS, digit_model, greedy_words
+from tests.support.lines import read_lines
 from tests.unit.rewards.test_sharded_reward_model import make
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ def test_rewards_are_what_the_judge_says_and_its_failures_are_none(launch, tmp_p
         "max_steps=1",
         f"rollout_dump_dir={episodes}",
     ).ended()
-    played = lines(episodes / "step-00001" / "episodes.jsonl")
+    played = read_lines(episodes / "step-00001" / "episodes.jsonl")
     turns = [turn for episode in played for turn in episode["turns"]]
     assert {episode["tag"] for episode in played} == {"Judged"} and len(turns) == 8
     for turn in turns:
@@ -48,7 +49,7 @@ def test_a_conversation_is_a_row_that_turns_and_answer_are_paid_in(rlvr, tmp_pat
         "rewards.letters.verifiers.0.weight=0",
         f"rollout_dump_dir={tmp_path / 'episodes'}",
     ).ended()
-    played = lines(tmp_path / "episodes" / "step-00001" / "episodes.jsonl")
+    played = read_lines(tmp_path / "episodes" / "step-00001" / "episodes.jsonl")
     assert len(played) == 16
     for episode in played:
         first, second, last = episode["turns"]

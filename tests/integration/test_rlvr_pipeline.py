@@ -13,7 +13,8 @@ from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.report.parting import MEASURED
 from roll.rewards.types import Sample
 from roll.tracking.checkpointer import find_damage
-from tests.integration.conftest import RayCluster, Run, assert_same_tensors, lines, position, rows, write
+from tests.integration.conftest import RayCluster, Run, assert_same_tensors, position, rows
+from tests.support.lines import read_lines, write_lines
 from tests.support.resuming import stop_and_resume
 from tests.support.scoring import Brief, Letters
 
@@ -55,7 +56,7 @@ def test_runs_with_other_kernels_part_in_a_phase_that_is_named(rlvr, tmp_path, c
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
+    write_lines(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
     steps = 5
     overrides = (FILTER, f"max_steps={steps}", "eval_steps=2")
     whole = rlvr(*overrides).ended()
@@ -111,8 +112,8 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr, 
 def test_two_domains_are_trained_and_evaluated_to_the_end_and_a_step_is_replayed(
     rlvr, replay, tmp_path, ray_cluster, capsys, commands
 ):
-    write(tmp_path / "train.jsonl", rows("t", [""] * 8) + rows("u", [""] * 8, "digits"))
-    write(tmp_path / "val.jsonl", rows("v", ["", "equal", "x"]) + rows("w", [""] * 3, "digits"))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 8) + rows("u", [""] * 8, "digits"))
+    write_lines(tmp_path / "val.jsonl", rows("v", ["", "equal", "x"]) + rows("w", [""] * 3, "digits"))
     verifiers = (
         "[{name: 'tests.support.scoring:Letters', weight: 2.0}, {name: 'tests.support.scoring:Brief', weight: -0.5}]"
     )
@@ -162,7 +163,7 @@ def check_commands(run: Run, cluster: RayCluster, folder: Path, capsys: pytest.C
     episodes = run.path / "trajectories" / "eval-00002.jsonl"
     scored = folder / "scored.jsonl"
     assert roll(["score", str(episodes), "--config", str(run.path), "-o", str(scored)]) == 0
-    found = lines(scored)
+    found = read_lines(scored)
     assert [line["scores"][0]["score"] for line in found] == pytest.approx([line["score"] for line in found])
     out = "".join(capsys.readouterr().out.split())
     for name in ("pass@1", "pass@2", "best@4", "maj@4"):
@@ -188,7 +189,7 @@ def another_reference_and_tokenizer(folder: Path) -> tuple[str, ...]:
 
 def check_evaluations(run: Run) -> None:
     """Before and after: figures in the summary, and answers with scores that a verifier of our own comes to as well."""
-    held_out = {row["id"]: row for row in lines(run.path.parents[1] / "val.jsonl")}
+    held_out = {row["id"]: row for row in read_lines(run.path.parents[1] / "val.jsonl")}
     for name, step in (("before", 0), ("after", 2)):
         figures = run.summary["eval"][name]
         names = {"mean@4", "pass@1", "pass@2", "pass@4", "best@4", "maj@4", "accuracy", "accuracy_greedy"}
@@ -197,7 +198,7 @@ def check_evaluations(run: Run) -> None:
         assert figures["accuracy"] == figures["mean@4"] == pytest.approx(figures["pass@1"])
         assert figures["pass@1"] <= figures["pass@2"] <= figures["pass@4"]
         assert {f"eval/{tag}/maj@4" for tag in ("letters", "digits")} <= run.metrics[step].keys()
-        episodes = lines(run.path / "trajectories" / f"eval-{step:05d}.jsonl")
+        episodes = read_lines(run.path / "trajectories" / f"eval-{step:05d}.jsonl")
         assert len(episodes) == 24
         assert {episode["info"]["prompt_id"] for episode in episodes} == held_out.keys()
         for episode in episodes:
@@ -220,7 +221,7 @@ def check_evaluations(run: Run) -> None:
 @pytest.mark.slow
 def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_many(rlvr, tmp_path):
     orders = ["", "raise-odd", "raise", "hang"] + ["raise"] * 4
-    write(tmp_path / "train.jsonl", rows("t", orders))
+    write_lines(tmp_path / "train.jsonl", rows("t", orders))
     unbuildable = rlvr("rewards.letters.verifiers=[{name: 'tests.support.scoring:Unbuildable'}]", output="unbuildable")
     run = rlvr(
         "actor_train.data_args.shuffle=false",
@@ -254,7 +255,7 @@ SHORT = [*[""] * 4, *["right"] * 6, "", *["right"] * 2, *["right"] * 4, *[""] * 
 @pytest.mark.parametrize("devices", ["[0]", "[0,1]"])
 def test_steps_that_find_too_few_groups_train_on_those_and_are_resumed_to_the_bit(rlvr, tmp_path, devices):
     """Stopped in the update of the short step, killed in that behind the step without a group."""
-    write(tmp_path / "train.jsonl", rows("t", SHORT))
+    write_lines(tmp_path / "train.jsonl", rows("t", SHORT))
     keys = (FILTER, "max_filtered_batches=3", "actor_train.data_args.shuffle=false", "max_steps=4")
     more = (f"actor_train.device_mapping={devices}", "actor_train.training_args.per_device_train_batch_size=4")
     whole, _ = stop_and_resume(functools.partial(rlvr, *keys, *more), last_step=4)
@@ -269,14 +270,14 @@ def test_steps_that_find_too_few_groups_train_on_those_and_are_resumed_to_the_bi
     assert "step 2 trains on 1 of 4 groups" in log and "step 3 takes no optimizer step" in log
     assert whole.metrics[2]["eval/attained"] < 0.9 <= whole.metrics[2]["rollout/attained"], "it looked learned"
     assert "learned" not in whole.summary and whole.summary["status"] == "completed"
-    episodes = lines(whole.path / "trajectories" / "train-00002.jsonl")
+    episodes = read_lines(whole.path / "trajectories" / "train-00002.jsonl")
     assert [episode["trained"] for episode in episodes] == [True] * 4 + [False] * 4
 
 
 @pytest.mark.slow
 def test_a_run_that_has_learned_ends_well_before_its_last_step(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", [""] * 4 + ["right"] * 16))
-    write(tmp_path / "val.jsonl", rows("v", ["right"] * 4))
+    write_lines(tmp_path / "train.jsonl", rows("t", [""] * 4 + ["right"] * 16))
+    write_lines(tmp_path / "val.jsonl", rows("v", ["right"] * 4))
     keys = (FILTER, "actor_train.data_args.shuffle=false", "max_steps=9", "save_steps=9", "val_before_train=false")
     run = rlvr(*keys).ended()
     assert run.summary["status"] == "completed" and run.summary["steps"] == 2 and list(run.metrics) == [0, 1, 2]
@@ -384,7 +385,7 @@ def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlv
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_online_dpo_is_taken_up_again_bit_for_bit(rlvr, tmp_path):
-    write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
+    write_lines(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
     pairs = ("online_dpo={beta: 0.5}", "adv_estimator=gae", "loss_agg_mode=seq-mean-token-mean", "max_steps=3")
     batch = "actor_train.training_args.per_device_train_batch_size=2"
     whole, _ = stop_and_resume(functools.partial(rlvr, *pairs, batch), last_step=3)

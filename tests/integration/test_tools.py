@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import FAULTS, RLVR_LAUNCHER, ROOT, assert_same_tensors, write
+from tests.integration.conftest import FAULTS, RLVR_LAUNCHER, ROOT, assert_same_tensors
 from tests.integration.conftest import rows as data
 from tests.integration.test_agents import LOGGED, assert_trained_is_what_was_sampled
 from tests.integration.test_async_runs import ORDERS, OVERLAP, assert_finished, repeatable
+from tests.support.lines import write_lines
 from tests.support.mcp_http import SCRIPT, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,7 +54,7 @@ def url() -> Iterator[str]:
 def prepare(folder: Path) -> None:
     """A file of tools and data, where the run is started."""
     shutil.copy(ROOT / "tests" / "support" / "acting_tool.py", folder / "my_tools.py")
-    write(folder / "train.jsonl", data("t", ORDERS))
+    write_lines(folder / "train.jsonl", data("t", ORDERS))
 
 
 def test_a_tool_is_called_answered_and_learnt_from(launch):

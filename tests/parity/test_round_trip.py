@@ -17,8 +17,9 @@ from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.models.tiny import make_tiny_model
+from tests.support.choice import needs
 from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
-from tests.support.harness import TEMPERATURE, Layout, needs, policy_loss, record, started
+from tests.support.harness import TEMPERATURE, Layout, policy_loss, record, started
 from tests.support.ranks import enter_rank, start_ranks, unpacked
 
 TRAINERS = {

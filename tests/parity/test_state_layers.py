@@ -11,8 +11,8 @@ from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.models.loading import load_causal_lm
+from tests.support.choice import needs
 from tests.support.families import tiny_config, tiny_model
-from tests.support.harness import needs
 from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
 from tests.support.trainers import make_batch, make_context, shares
 

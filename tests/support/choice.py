@@ -1,9 +1,11 @@
-"""Which parameters of a test are in the quick run; ``-m slow`` runs the others."""
+"""Which tests run: those whose engine is installed; in the quick run some of the parameters, all with ``-m slow``."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+from roll.configs.engines import packages
 
 
 def slow_but(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
@@ -21,3 +23,15 @@ def one_in(number: int, rows: Iterable[Any]) -> list[Any]:
         pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow if place % number else ())
         for place, row in enumerate(rows)
     ]
+
+
+def installed(strategy: str) -> bool:
+    package = packages().get(strategy)
+    return package is None or package.installed
+
+
+def needs(strategy: str) -> None:
+    """Skips a test of an engine whose package is not installed."""
+    if not installed(strategy):
+        package = packages()[strategy]
+        pytest.skip(f"{strategy}: {package.module} is not installed (extra {package.extra})")

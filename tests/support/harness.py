@@ -29,7 +29,6 @@ from roll.algorithms.preferences import build_preference_loss, build_reward_loss
 from roll.algorithms.quantities import BASIC, Divergence, Quantity
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
-from roll.configs.engines import packages
 from roll.configs.preference import PreferenceConfig, RewardLossConfig
 from roll.configs.teacher import DivergenceConfig
 from roll.configs.worker import WorkerConfig
@@ -40,6 +39,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
+from tests.support.choice import needs
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, unmodified
@@ -728,13 +728,6 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
         sequence_length=LONGEST,
         router_replay="R2" if layout.task.startswith("routed") else "disable",
     )
-
-
-def needs(strategy: str) -> None:
-    """Skips a test of an engine whose package is not installed."""
-    package = packages().get(strategy)
-    if package is not None and not package.installed:
-        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
 
 
 def started(layout: Layout, model_path: Path, rank: int = 0) -> Any:

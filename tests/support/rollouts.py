@@ -1,7 +1,7 @@
 """Answers, turns, episodes and batches that tests of rollouts make up: they say only what is not as usual."""
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,29 @@ def make_turn(
     return Turn(np.array(prompt, dtype=np.int64), answer, "", "", action, reward, penalty, key)
 
 
-def make_trajectory(
-    turns: Sequence[Turn],
+def told_turn(
+    text: str = "text",
+    observation: str = "asked",
+    action: str | None = None,
+    reward: float = 0.0,
+    penalty: float = 0.0,
     *,
-    history: bool = True,
-    tag: str = "A",
-    group: int = 0,
-    member: int = 0,
-    end: EpisodeEnd = EpisodeEnd.TERMINATED,
+    ids: Sequence[int] = (1,),
+    prompt: Sequence[int] = (0,),
+    **completion: Any,
+) -> Turn:
+    """A turn of which the words matter; ``completion``: what else is known of the tokens."""
+    answer = replace(sampled(ids), **completion)
+    return Turn(np.array(prompt, dtype=np.int64), answer, text, observation, action, reward, penalty, "s")
+
+
+def make_trajectory(
+    turns: Sequence[Turn], *, tag: str = "A", group: int = 0, member: int = 0, **values: Any
 ) -> Trajectory:
-    success = bool(turns and turns[-1].task_reward > 0)
-    return Trajectory(tag, group, member, 0, tuple(turns), end, success, "", history)
+    """An episode, a success where its last turn has a task reward."""
+    plain = {"seed": 0, "end": EpisodeEnd.TERMINATED, "final_observation": "", "history": True}
+    plain["success"] = bool(turns and turns[-1].task_reward > 0)
+    return Trajectory(tag=tag, group_id=group, member=member, turns=tuple(turns), **(plain | values))
 
 
 def conversation(turns: Sequence[tuple[list[int], list[int], float]]) -> list[Turn]:

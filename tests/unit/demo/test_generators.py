@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import io
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -25,11 +24,7 @@ from roll.demo.arithmetic import Problem, is_held_out, worked_solution
 from roll.demo.warm_start import AnswersStart
 from roll.extras.sandbox.python_tool import PythonTool
 from roll.models.tiny import make_tokenizer
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
+from tests.support.lines import read_lines
 
 FEW = {"num_train": 60, "num_val": 20}
 SMALL = FEW | {"num_demonstrations": 60}
@@ -113,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_say_what_is_asked_and_what_is_right(folder):
     assert {path.name for path in folder.iterdir()} == set(NAMES)
     for name, count in (("train.jsonl", 8192), ("val.jsonl", 1024)):
-        rows = read(folder / name)
+        rows = read_lines(folder / name)
         assert len(rows) == len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == count
         assert {row["operation"] for row in rows} == {"+", "-"}
         for row in rows:
@@ -133,7 +128,7 @@ def _carries(x: int, operation: str, y: int) -> int:
 
 
 def test_held_out_operands_are_never_trained_on_in_any_order_or_operation(folder):
-    pairs = {name: {frozenset(_operands(row["prompt"])[::2]) for row in read(folder / name)} for name in NAMES}
+    pairs = {name: {frozenset(_operands(row["prompt"])[::2]) for row in read_lines(folder / name)} for name in NAMES}
     train, val, demonstrations = (pairs[name] for name in NAMES)
     assert not val & (train | demonstrations)
 
@@ -151,7 +146,7 @@ def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path):
     for seed in range(3):
         arithmetic.write_dataset(tmp_path, seed=seed, min_operand=10, max_operand=40, **sizes)
         found.append({name: (tmp_path / name).read_bytes() for name in NAMES})
-        held_out = [is_held_out(*row["operands"], 0.1) for row in read(tmp_path / "val.jsonl")]
+        held_out = [is_held_out(*row["operands"], 0.1) for row in read_lines(tmp_path / "val.jsonl")]
         assert len(held_out) == 40 and all(held_out)
     assert all(len({files[name] for files in found}) == 3 for name in NAMES)
 
@@ -204,7 +199,7 @@ def test_three_solutions_as_a_person_writes_them():
 def test_the_teacher_forgets_at_its_rate(tmp_path, rate):
     arithmetic.write_dataset(tmp_path, forget_rate=rate, num_train=1, num_val=1, num_demonstrations=4000)
     num_forgotten, num_due = 0, 0
-    for row in read(tmp_path / "demonstrations.jsonl"):
+    for row in read_lines(tmp_path / "demonstrations.jsonl"):
         problem = Problem(*_operands(row["prompt"]))
         options = {worked_solution(problem, set(columns)): columns for columns in _subsets(problem.carried_columns)}
         columns = options[row["response"]]  # a KeyError: some other mistake than a forgotten carry
@@ -222,7 +217,7 @@ def _subsets(columns: tuple[int, ...]) -> list[tuple[int, ...]]:
 def test_digits_and_tags_are_one_token_each(folder):
     tokenizer = make_tokenizer()
     lengths = set()
-    for row in read(folder / "demonstrations.jsonl")[:200]:
+    for row in read_lines(folder / "demonstrations.jsonl")[:200]:
         assert len(tokenizer.encode(row["prompt"], add_special_tokens=False)) == len(row["prompt"]) == 8
         text = row["response"]
         pieces = re.findall(r"</?think>|</?answer>|.", text)
@@ -234,7 +229,7 @@ def test_digits_and_tags_are_one_token_each(folder):
 def test_the_second_operand_has_a_bound_of_its_own(tmp_path):
     args = {"min_operand": 2, "max_operand": 15, "max_second": 9, "operations": ["+"], "held_out_share": 0.24}
     arithmetic.write_dataset(tmp_path, **args, num_train=80, num_val=32, num_demonstrations=1)
-    rows = [read(tmp_path / name) for name in ("train.jsonl", "val.jsonl")]
+    rows = [read_lines(tmp_path / name) for name in ("train.jsonl", "val.jsonl")]
     assert {row["operation"] for row in (*rows[0], *rows[1])} == {"+"}, "only what is asked for"
     split = [{tuple(row["operands"]) for row in each} for each in rows]
     assert split[0] | split[1] == {(x, y) for x in range(2, 16) for y in range(2, 10)}, "all of them, each once"
@@ -243,14 +238,14 @@ def test_the_second_operand_has_a_bound_of_its_own(tmp_path):
 
 def test_a_wording_of_its_own_has_the_same_problems(folder, tmp_path):
     arithmetic.write_dataset(tmp_path, wording="{x} {operation} {y} = ?", num_demonstrations=10)
-    for row, other in zip(read(tmp_path / "val.jsonl"), read(folder / "val.jsonl"), strict=True):
+    for row, other in zip(read_lines(tmp_path / "val.jsonl"), read_lines(folder / "val.jsonl"), strict=True):
         assert row == other | {"prompt": re.sub(r"(\D)(.*)=", r" \1 \2 = ?", other["prompt"])}
 
 
 def pairs(folder: Path, slip_rate: float) -> list[tuple[Problem, dict]]:
     sizes = {"num_train": 900, "num_val": 90, "num_demonstrations": 10}
     arithmetic.write_pairs(folder, slip_rate=slip_rate, min_operand=10, max_operand=99, **sizes)
-    return [(Problem(*_operands(row["prompt"])), row) for row in read(folder / "pairs.jsonl")]
+    return [(Problem(*_operands(row["prompt"])), row) for row in read_lines(folder / "pairs.jsonl")]
 
 
 @pytest.mark.parametrize("slip_rate", [0.0, 0.8])
@@ -308,7 +303,7 @@ def operands(text: str) -> frozenset[str]:
 
 def test_the_teacher_calls_as_often_as_it_is_told_and_the_answers_are_the_calculators(tmp_path):
     products.write_dataset(tmp_path, call_rate=0.5, slip_rate=0.2, **COUNTS)
-    rows = [row["messages"] for row in read(tmp_path / "demonstrations.jsonl")]
+    rows = [row["messages"] for row in read_lines(tmp_path / "demonstrations.jsonl")]
     kinds = {"called": 0, "slipped": 0, "guessed": 0}
     for messages in rows:
         turn = dialect("llama_pythonic").parse(messages[1]["content"])
@@ -324,7 +319,7 @@ def test_the_teacher_calls_as_often_as_it_is_told_and_the_answers_are_the_calcul
 
 def test_the_teacher_of_python_forgets_to_print_and_mends_every_second_program(tmp_path):
     products.write_dataset(tmp_path, tool="python", call_rate=0.3, slip_rate=0.4, **COUNTS)
-    rows = [row["messages"] for row in read(tmp_path / "demonstrations.jsonl")]
+    rows = [row["messages"] for row in read_lines(tmp_path / "demonstrations.jsonl")]
     programs: dict[str, str] = {}
     kinds: Counter[tuple[bool, ...]] = Counter()
     for messages in rows:
@@ -346,9 +341,9 @@ def test_the_teacher_of_python_forgets_to_print_and_mends_every_second_program(t
 
 def test_held_out_pairs_are_nowhere_else(tmp_path):
     products.write_dataset(tmp_path, **COUNTS)
-    train, val = (read(tmp_path / file) for file in ("train.jsonl", "val.jsonl"))
+    train, val = (read_lines(tmp_path / file) for file in ("train.jsonl", "val.jsonl"))
     assert all(row["solution"] == calculator(row["prompt"].strip("=")) for row in (*train, *val))
-    shown = [row["messages"][0]["content"] for row in read(tmp_path / "demonstrations.jsonl")]
+    shown = [row["messages"][0]["content"] for row in read_lines(tmp_path / "demonstrations.jsonl")]
     seen = {operands(row["prompt"]) for row in train} | {operands(text) for text in shown}
     assert not seen & {operands(row["prompt"]) for row in val}
 
@@ -380,7 +375,7 @@ def right(line: dict[str, Any], cell: int) -> str:
 @pytest.mark.parametrize("cell", [16, 28])
 def test_solutions_are_what_the_pictures_show_and_demonstrations_overlook(tmp_path, cell):
     shapes.write_dataset(tmp_path, cell=cell, num_train=300, num_val=100, num_demonstrations=300)
-    lines = {name: read(tmp_path / f"{name}.jsonl") for name in ("train", "val", "demonstrations")}
+    lines = {name: read_lines(tmp_path / f"{name}.jsonl") for name in ("train", "val", "demonstrations")}
     assert [len(each) for each in lines.values()] == [300, 100, 300]
     for line in (*lines["train"], *lines["val"]):
         assert line["solution"] == right(line, cell)
@@ -398,7 +393,7 @@ def test_the_solution_follows_from_the_story_and_pairs_are_held_out(tmp_path):
     word_problems.write_dataset(tmp_path, seed=3, num_train=300, num_val=100)
     pairs = {}
     for name, count in (("train", 300), ("val", 100)):
-        found = read(tmp_path / f"{name}.jsonl")
+        found = read_lines(tmp_path / f"{name}.jsonl")
         assert len({row["id"] for row in found}) == len(found) == count
         pairs[name] = set()
         for row in found:

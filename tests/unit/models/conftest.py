@@ -1,11 +1,9 @@
 """What the tests of models share: configurations of a run whose roles have other models than its policy."""
 
-import pytest
-
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
-from roll.configs.problems import ConfigErrors
 from roll.preflight.choices import CHECKS
+from tests.support.configs import problems_of
 
 VALUES = {
     "adv_estimator": "reinforce",
@@ -27,6 +25,4 @@ def checked(**sections) -> AgenticConfig:
 
 def refusals(**sections) -> dict[str, str]:
     """What was expected instead, by key."""
-    with pytest.raises(ConfigErrors) as errors:
-        checked(**sections)
-    return {problem.path: problem.expected for problem in errors.value.problems}
+    return {path: problem.expected for path, problem in problems_of(checked, **sections).items()}

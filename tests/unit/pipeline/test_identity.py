@@ -24,8 +24,8 @@ from roll.rollout.endpoint.session import Wanted
 from roll.rollout.env_manager import Recorder
 from roll.rollout.types import RolloutGroup
 from roll.rollout.workers import FlatGroups
+from tests.support.rollouts import make_trajectory, make_turn
 from tests.support.said_engine import Engine, new_session
-from tests.unit.rollout.test_trajectory import make_trajectory, make_turn
 
 PAD = 9
 CAT, DOG = (Item(np.frombuffer(name * 100, dtype=np.uint8)) for name in (b"cat", b"dog"))

@@ -40,14 +40,14 @@ from roll.rollout.metrics import step_metrics
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.run import RunFolder
 from roll.utils.signals import SignalGuard
-from tests.support.episodes import make_episode, make_turn
 from tests.support.lines import read_lines
+from tests.support.rollouts import make_trajectory, told_turn
 
 SESSION: Any = SimpleNamespace(display=SimpleNamespace(progress=lambda *_: None))
 
 
 def group(number: int, errors: tuple[str, ...] = (), **info: int) -> RolloutGroup:
-    return RolloutGroup(number, "t", (make_episode(make_turn(), group=number, info=info),), errors=errors)
+    return RolloutGroup(number, "t", (make_trajectory([told_turn()], tag="t", group=number, info=info),), errors=errors)
 
 
 def gives(groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> Any:
@@ -75,8 +75,8 @@ def answers(number: int, *answers: tuple[float, int], limit: int = 4, dropped: i
     episodes = []
     for member, (score, length) in enumerate(answers):
         reason = FinishReason.LENGTH if length >= limit else FinishReason.STOP
-        turn = make_turn(action="4" if score else None, reward=score, ids=[1] * length, finish_reason=reason)
-        episodes.append(make_episode(turn, group=number, member=member, success=score == 1))
+        turn = told_turn(action="4" if score else None, reward=score, ids=[1] * length, finish_reason=reason)
+        episodes.append(make_trajectory([turn], tag="t", group=number, member=member, success=score == 1))
     return RolloutGroup(number, "t", tuple(episodes), dropped=dropped)
 
 

@@ -15,8 +15,8 @@ from roll.configs.rlvr import RLVRConfig
 from roll.report.comparison import Comparison, Run, t_quantile
 from roll.rollout.types import Collected, RolloutGroup
 from tests.support.cli import call, refused
-from tests.support.episodes import make_episode, make_turn
 from tests.support.lines import write_lines
+from tests.support.rollouts import make_trajectory, told_turn
 
 STEPS = 9
 
@@ -120,8 +120,10 @@ def kept(folder: Path, step: int, size: float, flip: bool) -> None:
         for member in range(2):
             other = flip and (number, member) == (2, 1)
             told = {"logprobs": np.full(3, -1 - size * member, np.float32), "engine": member}
-            turn = make_turn("five" if other else "four", reward=1.0, ids=[5, 6, 8 if other else 7], **told)
-            episodes.append(make_episode(turn, tag="maths", group=number, member=member, success=True, history=False))
+            turn = told_turn("five" if other else "four", reward=1.0, ids=[5, 6, 8 if other else 7], **told)
+            episodes.append(
+                make_trajectory([turn], tag="maths", group=number, member=member, success=True, history=False)
+            )
         groups.append(RolloutGroup(number, "maths", episodes))
     Collected(groups, []).save(folder / f"step-{step:05d}")
 

@@ -32,8 +32,8 @@ from roll.report.render import (
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 from tests.support.browser import CHROMIUM, LAPTOP, PHONE, browser
 from tests.support.cli import call, refused
-from tests.support.episodes import make_episode, make_turn
 from tests.support.lines import write_lines
+from tests.support.rollouts import make_trajectory, told_turn
 
 SOKOBAN = "####\n#PX#\n#_O#\n####"
 HOSTILE = "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\x00\x1b[31m</title>"
@@ -50,13 +50,13 @@ FRAMES = (picture(1), picture(80), picture(160))
 
 
 def turn(observation: str, text: str, action: str | None, *rewards: float) -> Turn:
-    return make_turn(text, observation, action, *rewards)
+    return told_turn(text, observation, action, *rewards)
 
 
 def episode(*turns: Turn, **values: Any) -> Trajectory:
     """A solved one of Sokoban, of two turns unless others are given."""
     turns = turns or (turn(SOKOBAN, "I go <answer>Down</answer>", "Down", -0.1), turn(SOKOBAN, "hmm", None, -0.1, -0.5))
-    return make_episode(*turns, **{"tag": "Sokoban", "final_observation": SOKOBAN, "success": True, **values})
+    return make_trajectory(turns, **{"tag": "Sokoban", "final_observation": SOKOBAN, "success": True, **values})
 
 
 class Page(HTMLParser):
@@ -114,7 +114,7 @@ def test_without_pictures_boards_or_turns_the_words_are_shown():
     assert "a dark cave" in told.frames[0] and SOKOBAN not in told.frames[0]
     math = episode(turn("What is 2 + 2?", "4", "4", 1.0), final_observation="")
     assert "What is 2 + 2?" in Page(render_episode_html(math)).frames[0]
-    empty = make_episode(end=EpisodeEnd.CONTEXT_FULL)
+    empty = make_trajectory([], end=EpisodeEnd.CONTEXT_FULL)
     assert "out of context after 0 turns" in Page(render_episode_html(empty)).frames[0]
 
 
@@ -176,7 +176,7 @@ def test_rendering_costs_little(tmp_path):
     "observation", ["", "word " * 500, "Ω 中文 🙂\t\x07", "#" * 60 + "\n#P" + "_" * 57 + "#\n" + "#" * 60]
 )
 def test_odd_observations_can_be_drawn(tmp_path, observation):
-    render_episode_gif(make_episode(final_observation=observation), tmp_path / "odd.gif")
+    render_episode_gif(make_trajectory([], final_observation=observation), tmp_path / "odd.gif")
 
 
 # Choosing, saving, listing
@@ -291,7 +291,7 @@ def test_few_or_odd_points_still_make_a_picture(points):
 def answer(number: int, text: str, found: str | None, truth: str, success: bool) -> Trajectory:
     info = {"prompt_id": f"row-{number}", "ground_truth": truth}
     said = turn(f"question {number} <b>", text, found, float(success))
-    return make_episode(said, group=number, success=success, info=info)
+    return make_trajectory([said], tag="t", group=number, success=success, info=info)
 
 
 def test_answers_are_listed_escaped_with_what_was_right(tmp_path):

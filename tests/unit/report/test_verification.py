@@ -20,8 +20,8 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.run import to_json
 from tests.support.cli import call, refused
-from tests.support.episodes import make_episode, make_turn
 from tests.support.lines import write_lines
+from tests.support.rollouts import make_trajectory, told_turn
 
 CONFIG = RLVRConfig(
     adv_estimator="grpo",
@@ -40,9 +40,9 @@ def group(number: int, rng: np.random.Generator) -> RolloutGroup:
         reason = FinishReason.LENGTH if member == 3 else FinishReason.STOP
         score = float(rng.integers(0, 2)) if number else 1.0
         said, penalty = (None, -0.25) if member == 2 else (str(score), 0.0)
-        turn = make_turn("so", "how many?", said, score, penalty, ids=ids, prompt=range(5), finish_reason=reason)
+        turn = told_turn("so", "how many?", said, score, penalty, ids=ids, prompt=range(5), finish_reason=reason)
         info = {"math/score": score, "length": len(ids)} | ({"over_budget": "too long"} if member == 3 else {})
-        members.append(make_episode(turn, tag="a", group=number, member=member, success=score > 0, info=info))
+        members.append(make_trajectory([turn], tag="a", group=number, member=member, success=score > 0, info=info))
     return RolloutGroup(number, "a", tuple(members))
 
 

@@ -26,9 +26,9 @@ from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup
 from roll.rollout.workers import FlatGroups, GroupWorker
+from tests.support.rollouts import make_trajectory, make_turn
 from tests.support.warm.start import warm_workers
 from tests.unit.rollout.conftest import wait_until
-from tests.unit.rollout.test_trajectory import make_trajectory, make_turn
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
 

@@ -26,6 +26,7 @@ from roll.tracking.redact import REDACTED, is_secret_name, redact
 from roll.tracking.run import RunFolder, read_json_lines
 from roll.tracking.trackers import SERVICES, TRACKERS, MultiTracker, TrackerContext, tracker_options
 from roll.utils.registry import UnknownNameError
+from tests.support.lines import read_lines
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_trajectories_are_written_turn_by_turn(run):
     turn = Turn(np.arange(9), completion, "go <b>", "#P_", None, -0.1, -0.5, "k")
     trajectory = Trajectory("T", 1, 0, 5, (turn,), EpisodeEnd.TRUNCATED, False, "#_P", True, {"boxes": np.int64(1)})
     path = write_trajectories(run, "step-000003", [trajectory, trajectory])
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = read_lines(path)
     assert len(records) == 2 and records[0]["end"] == "truncated" and records[0]["score"] == pytest.approx(-0.6)
     assert records[0]["info"] == {"boxes": 1}
     expected = {"observation": "#P_", "text": "go <b>", "action": None, "task_reward": -0.1, "penalty": -0.5}

@@ -17,6 +17,7 @@ from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier, extract_code,
 from roll.rewards import VERIFIERS, RewardResult, Sample
 from roll.rewards.types import SandboxUnavailableError
 from tests.support.examples import examples
+from tests.support.lines import read_lines
 from tests.unit.extras.sandbox.code_forms import FORMS
 
 LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}
@@ -470,7 +471,7 @@ def test_it_is_registered_with_rules_between_its_keys():
     assert str(problem) == "total_timeout: got 1.0, expected at least limits.wall_seconds = 10.0"
 
 
-REPLIES = [json.loads(line) for line in Path(__file__).with_name("code_replies.jsonl").read_text().splitlines()]
+REPLIES = read_lines(Path(__file__).with_name("code_replies.jsonl"))
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply["name"])

@@ -18,13 +18,13 @@ from roll.pipeline.session import RunFailedError
 from roll.rewards.accuracy import Judged, Tally, best_of_k, majority_correct, majority_of_k, pass_at_k
 from roll.rewards.types import RewardResult
 from roll.rollout.types import VALID_UNKNOWN, RolloutGroup, Trajectory
-from tests.support.episodes import make_episode, make_turn
+from tests.support.rollouts import make_trajectory, told_turn
 
 
 def answer(
     score: float = 0.0, correct: bool = False, text: str | None = None, tag: str = "a", **info: Any
 ) -> Trajectory:
-    return make_episode(make_turn(text or "", "?", text, score), tag=tag, success=correct, info=info)
+    return make_trajectory([told_turn(text or "", "?", text, score)], tag=tag, success=correct, info=info)
 
 
 def group(
