@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from roll.configs.engines.deepspeed import AUTO, CARD, DeepSpeedConfig
 from roll.configs.problems import ConfigErrors
@@ -230,15 +231,23 @@ def start_engine(
 
 @functools.cache
 def _zero_init() -> Any:
-    """DeepSpeed's way of partitioning a module, without sending every parameter, which is unset, to all ranks."""
+    """DeepSpeed's way of partitioning a module whose parameters are unset: none is sent to all ranks or copied."""
     import deepspeed
 
     class Init(deepspeed.zero.Init):  # type: ignore[misc]
         def _zero_init_param(self, param: Any) -> None:
             self._convert_to_deepspeed_param(param)
-            param.partition()
+            with _NothingCopied():
+                param.partition()
 
     return Init
+
+
+class _NothingCopied(TorchFunctionMode):
+    """``copy_`` leaves its target as it is: a rank's part of an unset parameter need not be written twice."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
 def _import_deepspeed(device: torch.device) -> Any:
