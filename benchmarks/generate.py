@@ -13,7 +13,8 @@ Workloads on the embedded tiny model with random weights:
 With ``--model``, a folder or ``smollm2``, on that model instead: ``long`` with 128 such prompts, 64 at a time.
 
 Tokens per second count new tokens only; the time includes prefill. The best of ``--repeats`` runs is reported, since
-on a shared machine only the best says what the code costs.
+on a shared machine only the best says what the code costs. Each generator has a process of its own: threads that one
+leaves would slow the next.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from roll.configs.engines import packages
 from roll.configs.worker import WorkerConfig
@@ -40,6 +45,9 @@ from roll.models.tiny import make_tiny_model
 from roll.models.tokenizer import locate_model
 
 PACKAGES = packages()
+TRANSFORMERS = "transformers.generate"
+Workloads: TypeAlias = dict[str, tuple[list[GenerateRequest], int]]
+"""Requests by name, and how many of them are in flight at once."""
 
 SGLANG_PYTHON = Path(
     os.environ.get("ROLL_SGLANG_PYTHON", Path(__file__).resolve().parents[1] / ".venv-sglang" / "bin" / "python")
@@ -119,20 +127,30 @@ def run_transformers(model: PreTrainedModel, requests: list[GenerateRequest], ba
     return sum(r.params.max_new_tokens for r in requests) / (time.perf_counter() - start)
 
 
-def measure(
-    engine_name: str, path: Path, workloads: dict[str, tuple[list[GenerateRequest], int]], repeats: int
-) -> dict[str, float]:
+def measure(engine_name: str, path: Path, workloads: Workloads, repeats: int) -> dict[str, float]:
     """The best of ``repeats`` rounds of each workload."""
+    if engine_name == TRANSFORMERS:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        return best(lambda requests, clients: run_transformers(model, requests, clients), workloads, repeats)
     loop = asyncio.new_event_loop()
     engine = start_engine(engine_name, path)
     try:
-        return {
-            f"{name}/{engine_name}": max(run_engine(engine, requests, clients, loop) for _ in range(repeats))
-            for name, (requests, clients) in workloads.items()
-        }
+        return best(lambda requests, clients: run_engine(engine, requests, clients, loop), workloads, repeats)
     finally:
         engine.shutdown()
         loop.close()
+
+
+def best(run: Callable[[list[GenerateRequest], int], float], workloads: Workloads, repeats: int) -> dict[str, float]:
+    return {name: max(run(*load) for _ in range(repeats)) for name, load in workloads.items()}
+
+
+def measure_alone(engine_name: str, path: Path, workloads: Workloads, args: argparse.Namespace) -> dict[str, float]:
+    """The same in a process of its own."""
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(args.threads,)
+    ) as pool:
+        return pool.submit(measure, engine_name, path, workloads, args.repeats).result()
 
 
 def main() -> None:
@@ -143,33 +161,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--engines", default="hf_infer,vllm,sglang", help="default: %(default)s, if installed")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for engines in processes of their own
     figures: dict[str, float] = {"threads": args.threads, "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny" if args.model is None else Path(locate_model(args.model)[0])
         if args.model is None:
             make_tiny_model(path, seed=0, num_heads=2)  # vLLM takes no narrower heads
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        vocab = model.config.vocab_size
+        vocab = AutoConfig.from_pretrained(path).vocab_size
         count = 64 if args.model is None else 128
         workloads = {"long": (make_requests(count, (8, 64), (64, 64), vocab), 64)}
         if args.model is None:
             workloads["short"] = (make_requests(2048, (20, 30), (4, 6), vocab), 256)
-        for name, (requests, clients) in workloads.items():
-            figures[f"{name}/transformers"] = max(
-                run_transformers(model, requests, clients) for _ in range(args.repeats)
-            )
-            print(f"{name}: transformers generate {figures[f'{name}/transformers']:,.0f} tokens/s", flush=True)
-        for engine_name in args.engines.split(","):
+        for engine_name in (TRANSFORMERS, *args.engines.split(",")):
             if not installed(engine_name):
                 print(f"{engine_name}: not installed", flush=True)
                 continue
-            figures |= measure(engine_name, path, workloads, args.repeats)
-            for name in workloads:
-                ours, theirs = figures[f"{name}/{engine_name}"], figures[f"{name}/transformers"]
-                figures[f"{name}/{engine_name}/ratio"] = ours / theirs
-                print(f"{name}: {engine_name} {ours:,.0f} tokens/s, {ours / theirs:.2f} of it", flush=True)
+            for name, ours in measure_alone(engine_name, path, workloads, args).items():
+                figures[f"{name}/{engine_name}"] = ours
+                ratio = figures[f"{name}/{engine_name}/ratio"] = ours / figures[f"{name}/{TRANSFORMERS}"]
+                print(f"{name}: {engine_name} {ours:,.0f} tokens/s, {ratio:.2f} of {TRANSFORMERS}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 

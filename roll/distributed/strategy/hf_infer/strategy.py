@@ -62,10 +62,19 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Owns the thread. All methods may be called from any thread."""
+    """Owns the thread. All methods may be called from any thread.
 
-    def __init__(self, batching: ContinuousBatching, name: str) -> None:
-        self._batching = batching
+    All that the process computes runs there, loading too, and every other thread has one core: of each that computes
+    with several, OpenMP keeps the helpers, and where helpers are more than cores they sleep between any two operations.
+
+    Args:
+        load: makes the engine, on the thread; what it raises is raised here.
+    """
+
+    def __init__(self, load: Callable[[], ContinuousBatching], name: str) -> None:
+        self._num_threads = torch.get_num_threads()
+        loaded: Future[None] = Future()
+        self._batching: ContinuousBatching
         self._wake = threading.Condition()
         self._arrivals: list[tuple[RunningSequence, asyncio.Future[Completion]]] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
@@ -76,8 +85,12 @@ class EngineThread:
         self._closing: str | None = None
         """Reason why the engine is to end."""
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(load, loaded), name=name, daemon=True)
         self._thread.start()
+        try:
+            loaded.result()
+        finally:
+            torch.set_num_threads(1)  # here, and in threads that have not computed yet
 
     def submit(self, sequence: RunningSequence) -> asyncio.Future[Completion]:
         """Queues a sequence; call it on the event loop that will await the future.
@@ -137,7 +150,12 @@ class EngineThread:
         if self._closing:
             raise EngineStoppedError(f"the generation engine {self._closing}")
 
-    def _run(self) -> None:
+    def _run(self, load: Callable[[], ContinuousBatching], loaded: Future[None]) -> None:
+        torch.set_num_threads(self._num_threads)
+        torch.get_num_threads()  # a thread that has not asked takes what another sets later
+        _execute(lambda: setattr(self, "_batching", load()), loaded)
+        if loaded.exception() is not None:
+            return
         try:
             while self._collect():
                 if self._batching.has_work and not self.halted:
@@ -252,6 +270,9 @@ class HfInfer(Generator[WeightUpdate]):
         self._running: dict[str, RunningSequence] = {}
 
     def start(self) -> None:
+        self._engine = EngineThread(self._load, name=f"hf_infer-{self.context.role}-{self.context.rank}")
+
+    def _load(self) -> ContinuousBatching:
         context, model_args = self.context, self.context.worker.model_args
         self._model: PreTrainedModel = load_causal_lm(
             context.model_path,
@@ -292,7 +313,7 @@ class HfInfer(Generator[WeightUpdate]):
         if states or has_own_code(self._model) or not is_proved(_model_types(self._model), self.name):
             _check_generation(self._model, self._batching, context.sequence_length)
         self.counters = self._batching.counters
-        self._engine = EngineThread(self._batching, name=f"hf_infer-{context.role}-{context.rank}")
+        return self._batching
 
     def stop(self, why: str) -> None:
         if hasattr(self, "_engine"):
