@@ -1,5 +1,6 @@
 """Verifiers for runs of the real pipeline. They are found by path, in child processes that import nothing heavy."""
 
+import asyncio
 import time
 
 from roll.configs.base import Config
@@ -47,6 +48,11 @@ class Unbuildable(RuleVerifier):
 def slow_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(extra_info.get("seconds", 0))
     return {"score": float(len(solution_str)), "answer": solution_str[:5]}
+
+
+async def slow_to_await(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(extra_info.get("seconds", 0))
+    return len(solution_str) / 2
 
 
 def score_and_say_why(data_source, solution_str, ground_truth, extra_info):

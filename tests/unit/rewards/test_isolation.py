@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from roll.configs.rewards import RewardConfig
-from roll.extras.maths.verifier import MathVerifier
 from roll.rewards import VERIFIERS, RewardError, RewardResult, RuleVerifier, Sample
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
 from roll.rewards.rules import FormatConfig, FormatVerifier
@@ -71,15 +70,6 @@ async def test_a_format_that_backtracks_without_end_is_over_budget():
         with pytest.raises(OverBudgetError, match=r"took more than 0.5 s of CPU time"):
             await pool.check(0, sample("a" * 60), 2.0)
         assert (await pool.check(0, sample("aab"), 5)).correct
-
-
-async def test_a_mathematical_bomb_is_answered():
-    """It would else be a way to lose a sample that is going to score nothing."""
-
-    async with pool_of(MathVerifier) as pool:
-        for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
-            assert not (await pool.check(0, sample(bomb), 10)).correct
-        assert await pool.check(0, sample(r"\boxed{5}"), 10) == RewardResult(1.0, True, "5")
 
 
 @pytest.mark.parametrize(
@@ -211,6 +201,7 @@ def nested(opening: str, inner: str, closing: str, times: int) -> str:
 
 TERMS = [
     *("1e99999999", "1e-99999999", "3.0e" + "9" * 300, "10^{100000000}", "2^{10^{10}}", "9^{9^{9^9}}", "9^9^9"),
+    *("9^{9^{9^{9}}}", "9**9**9**9", nested("x^", "", "", 40)),
     *(r"\binom{x}{100000000}", r"\binom{n}{10000}", r"\binom{-1000}{100000}", r"\binom{99^x}{99}"),
     *(r"\binom{1/2}{10^6}", "100000000!", "((((3!)!)!)!)!", "500!^{500!}", "x^{500!}", "((x!)!)!"),
     *(r"\sqrt[500!]{500!}", r"\sqrt[100000]{2}", r"e^{e^{e^{e^{e}}}}", r"\exp(\exp(\exp(\exp(5))))"),

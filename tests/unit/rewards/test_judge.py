@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,11 +51,14 @@ def says(words: Any, **choice: Any) -> Reply:
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """Answers requests in order from a list, the last for ever, and remembers what it was asked."""
+    """Answers requests in order from a list, the last for ever, and remembers what it was asked.
+
+    A reply may be made from what is asked, of one request at a time.
+    """
 
     daemon_threads = True
 
-    def __init__(self, replies: list[Reply]) -> None:
+    def __init__(self, replies: list[Reply | Callable[[Any], Reply]]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.replies = replies
         self.lock = threading.Lock()
@@ -85,6 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.lock:
             reply = server.replies[min(len(server.bodies), len(server.replies) - 1)]
+            reply = reply if isinstance(reply, Reply) else reply(body)
             server.bodies.append(body)
             server.paths.append(self.path)
             server.headers.append({name.lower(): value for name, value in self.headers.items()})
@@ -106,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(*replies: Reply) -> Iterator[JudgeServer]:
+def serving(*replies: Reply | Callable[[Any], Reply]) -> Iterator[JudgeServer]:
     server = JudgeServer(list(replies))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -4,10 +4,8 @@ import asyncio
 import json
 import re
 import shutil
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from roll.models.tiny import make_tokenizer
 from roll.rewards.classifiers import Padding, RewardModelConfig, load_classifier, logits_of
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.types import RewardError, RewardResult, Sample
+from tests.unit.rewards.test_judge import KEY, JudgeServer, Reply, serving
 
 __all__ = ["llama", "qwen"]  # fixtures
 
@@ -511,72 +510,50 @@ def test_what_cannot_be_loaded_of_an_adapter_is_named(adapter, tmp_path):
 
 # A server of the model
 
-KEY = "sk-4f1c-very-secret"
 
+def serving_model(folder: Path, *first: Any) -> AbstractContextManager[JudgeServer]:
+    """A server that speaks vLLM's ``/classify`` where ``input`` is given, SGLang's where ``input_ids`` is.
 
-class Handler(BaseHTTPRequestHandler):
-    """Speaks vLLM's ``/classify`` where ``input`` is given, SGLang's where ``input_ids`` is; a model here computes."""
+    A model here computes, but for the ``first`` answers.
+    """
+    model = load_classifier(RewardModelConfig(model_path=str(folder)))
 
-    server: Any
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append((self.path, self.headers.get("Authorization"), body))
+    def classify(body: Any) -> Reply:
         rows = body.get("input") or body["input_ids"]
-        with self.server.lock:
-            logits = logits_of(self.server.model, rows, Padding(self.server.model.config).of(rows), "cpu")
-        if "input" in body:
-            assert body["use_activation"] is False
-            data = [{"index": i, "probs": row, "label": None, "num_classes": len(row)} for i, row in enumerate(logits)]
-            answer: Any = {"object": "list", "data": data[::-1]}
-        else:
-            answer = [{"embedding": row, "meta_info": {}} for row in logits]
-        if self.server.breaks:
-            answer = self.server.breaks.pop()
-        text = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        logits = logits_of(model, rows, Padding(model.config).of(rows), "cpu")
+        if "input_ids" in body:
+            return replied([{"embedding": row, "meta_info": {}} for row in logits])
+        assert body["use_activation"] is False
+        data = [{"index": i, "probs": row, "label": None, "num_classes": len(row)} for i, row in enumerate(logits)]
+        return replied({"object": "list", "data": data[::-1]})
 
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+    return serving(*map(replied, first), classify)
 
 
-@contextmanager
-def served(folder: Path, *breaks: Any) -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.model = load_classifier(RewardModelConfig(model_path=str(folder)))
-    server.lock, server.bodies, server.breaks = threading.Lock(), [], list(breaks)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+def replied(answer: Any) -> Reply:
+    return Reply(body=json.dumps(answer))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_scores_are_those_of_the_same_model_here(kind, qwen, llama, monkeypatch):
     monkeypatch.setenv("REWARD_KEY", KEY)
     for folder, args in ((qwen, {"sigmoid": True}), (llama, {"label": "good", "probability": True, "scale": 2.0})):
-        with served(folder) as server:
-            url = f"http://127.0.0.1:{server.server_port}"
+        with serving_model(folder) as server:
+            url = f"http://127.0.0.1:{server.port}"
             remote = {"url": url, "server": kind, "model_name": "rm", "api_key_env": "REWARD_KEY"}
             found = score_all(folder, remote=remote, device="auto", batch_size=4, **args)
-            expected = score_all(folder, **args)
-            assert [verdict.score for verdict in found] == close_to([verdict.score for verdict in expected])
-            assert [verdict.correct for verdict in found] == [verdict.correct for verdict in expected]
-            assert max(len(body.get("input") or body["input_ids"]) for _, _, body in server.bodies) == 4
-            told = {(path, key, body["model"]) for path, key, body in server.bodies}
-            assert told == {("/classify", f"Bearer {KEY}", "rm")}
+        expected = score_all(folder, **args)
+        assert [verdict.score for verdict in found] == close_to([verdict.score for verdict in expected])
+        assert [verdict.correct for verdict in found] == [verdict.correct for verdict in expected]
+        assert max(len(body.get("input") or body["input_ids"]) for body in server.bodies) == 4
+        assert {body["model"] for body in server.bodies} == {"rm"} and set(server.paths) == {"/classify"}
+        assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
 
 
 def test_answers_that_cannot_be_used_are_errors_and_what_the_server_decides_is_no_key(qwen):
     wrong = {"data": [{"index": 0, "probs": [0.5, 0.5]}]}
-    with served(qwen, {"detail": "starting"}, wrong) as server:
-        remote = {"url": f"http://127.0.0.1:{server.server_port}/classify", "retry_wait": 0.0, "max_attempts": 2}
+    with serving_model(qwen, wrong, {"detail": "starting"}) as server:
+        remote = {"url": f"http://127.0.0.1:{server.port}/classify", "retry_wait": 0.0, "max_attempts": 2}
         with pytest.raises(RewardError, match=r"expected outputs of vllm.*attempt 2 of 2"):
             score_all(qwen, SAMPLES[:1], remote=remote, device="auto")
         assert scores(qwen, SAMPLES[:1], remote=remote, device="auto") == close_to(scores(qwen, SAMPLES[:1]))

@@ -93,6 +93,7 @@ def test_equal_mathematics_is_correct(maths, response, truth):
         (r"\boxed{(2,3]}", "[2,3)"),
         *((response, "1") for response in (r"\boxed{1},\boxed{2}", r"\boxed{1 1/2}")),
         *((response, "5") for response in (r"\boxed{x}", r"\boxed{5} is what I thought first. \boxed{4}")),
+        ("9**9**9**9", 5),
         *((r"\boxed{" * n + text + "}" * n, 5) for n, text in ((1, "9" * 5000), (3000, "5"))),
     ],
 )

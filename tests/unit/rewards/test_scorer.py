@@ -196,6 +196,9 @@ async def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_f
         assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and scorer.take_retries() == 0
         first, bad, last = await score_each(scorer, *map(sample, ("a", "poison", "ccc")))
         assert (first.score, last.score, scorer.take_retries()) == (1.0, 3.0, 3)
+    async with scorer_of(lists | {"args": lists["args"] | {"batch_size": 2, "batch_wait": 0.3}}) as scorer:
+        three = await score_each(scorer, *map(sample, ("a", "bb", "ccc")))
+    assert {verdict.parts["custom/together"] for verdict in three} == {1.0, 2.0}, "no more than batch_size"
     words = r"rewards\.maths: custom failed after 2 attempts: ValueError: unreadable \(.*/support/scoring\.py:\d+\)"
     assert re.fullmatch(words, str(bad)), "the line of the function that raised"
     [problem] = check_rewards(config(lists, max_concurrency=4))
@@ -233,12 +236,14 @@ def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
 
 
 async def test_what_took_too_long_may_have_a_score_that_is_counted():
-    own = custom("slow_score") | {"weight": 2.0}
-    async with scorer_of(own, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
+    verifiers = (custom("slow_score") | {"weight": 2.0}, custom("slow_to_await"), fake(seconds=5))
+    async with scorer_of(*verifiers, timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
         quick, slow = await score_each(scorer, sample("abc"), sample("slow", seconds=60))
-    assert (quick.score, quick.correct) == (2 * 3.0 - 1.0, True)
-    assert (quick.parts["custom/timeout"], quick.parts["Fake/timeout"]) == (0.0, 1.0)
-    assert (slow.score, slow.correct, slow.parts["custom/timeout"]) == (2 * -1.0 - 1.0, False, 1.0)
+    late = [f"{name}/timeout" for name in ("custom", "custom_2", "Fake")]
+    assert (quick.score, quick.correct) == (2 * 3.0 + 1.5 - 1.0, True)
+    assert [quick.parts[name] for name in late] == [0.0, 0.0, 1.0]
+    assert (slow.score, slow.correct) == (2 * -1.0 - 1.0 - 1.0, False)
+    assert [slow.parts[name] for name in late] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
