@@ -1,6 +1,7 @@
 """Verifiers for runs of the real pipeline. They are found by path, in child processes that import nothing heavy."""
 
 import asyncio
+import contextlib
 import time
 
 from roll.configs.base import Config
@@ -33,6 +34,27 @@ class Brief(RuleVerifier):
 
     def check(self, sample: Sample) -> RewardResult:
         return RewardResult(float(not sample.truncated), True)
+
+
+class Dear(RuleVerifier):
+    """Needs more time than it has where the response, or the reference answer, is ``dear``."""
+
+    cpu_seconds = 0.2
+
+    @classmethod
+    def tries_row(cls, config: Config, sample: Sample) -> bool:
+        return True
+
+    def try_row(self, sample: Sample) -> None:
+        while sample.ground_truth == "dear":
+            pass
+
+    def check(self, sample: Sample) -> RewardResult:
+        self.try_row(sample)
+        while sample.response == "dear":
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+        return RewardResult(1.0, correct=True)
 
 
 class Unbuildable(RuleVerifier):

@@ -246,6 +246,26 @@ async def test_what_took_too_long_may_have_a_score_that_is_counted():
     assert [slow.parts[name] for name in late] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("timeout", "seconds"), [(10.0, "1"), (2.0, "0.5")])
+async def test_what_takes_too_much_cpu_time_is_a_wrong_answer_with_its_reason(timeout, seconds):
+    """The pattern is the user's, the text on which it backtracks without end is the policy's."""
+    pattern = {"name": "format", "args": {"pattern": "(a|a)*b", "penalty": -1.0}, "weight": 0.5}
+    async with scorer_of(pattern, {"name": "math"}, timeout=timeout, retries=1) as scorer:
+        dear, right = [await scorer.score(sample(text)) for text in ("a" * 60, "aab")]
+        assert scorer.take_retries() == 0
+    assert dear.over_budget == f"format: took more than {seconds} s of CPU time"
+    assert (dear.score, dear.correct) == (-0.5, False), "as a response that does not match"
+    assert right.score == 0.5 and not right.over_budget
+
+
+async def test_a_reference_that_costs_too_much_is_no_fault_of_the_answer():
+    async with scorer_of({"name": "tests.support.scoring:Dear"}, timeout=10, retries=0) as scorer:
+        dear = await scorer.score(sample("dear"))
+        with pytest.raises(RewardError, match="the reference answer is too expensive"):
+            await scorer.score(sample("", truth="dear"))
+    assert not dear.correct and "CPU time" in dear.over_budget
+
+
 @pytest.mark.parametrize(
     ("verifier", "message"),
     [
