@@ -256,10 +256,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0
     return {"score": score, "answer": solution_str, "length": len(solution_str), "tag": float(data_source == "tag")}
 
 
-def only_two(data_source, solution_str):
-    return 1.0
-
-
 def custom(**values: object) -> CustomVerifier:
     return CustomVerifier(CustomConfig(path=f"{__name__}:compute_score", **values))
 
@@ -352,7 +348,7 @@ def test_asynchronous_calls_run_side_by_side_in_one_loop_and_fail_alone():
         ({"path": "no_such_module:f"}, "path: got .no_such_module:f., expected .* can be imported .*no_such_module"),
         ({"path": f"{__name__}:compute_scores"}, "did you mean 'compute_score'"),
         ({"path": f"{__name__}:pytestmarks"}, "has no 'pytestmarks'"),
-        ({"path": f"{__name__}:only_two"}, "expected a function of data_source, solution_str.*ground_truth"),
+        ({"path": f"{__name__}:unseeking"}, "expected a function of data_source, solution_str.*ground_truth"),
         ({"path": f"{__name__}:compute_score", "kwargs": {"bonsu": 1}}, "bonsu"),
         ({"path": "math:pi"}, "expected a function .it is float"),
     ],
@@ -533,13 +529,8 @@ DOMAINS = {
     "choices": ("multiple_choice", {"num_choices": 4}),
     "orders": ("instruction", {}),
     "programs": ("code", {}),
-    "own": ("custom", {"path": f"{__name__}:score"}),
     "form": ("format", {}),
 }
-
-
-def score(data_source: str, solution_str: str, ground_truth: object, extra_info: object) -> float:
-    return 1.0
 
 
 def problems(rows: list[tuple[str, object]], **extra: object) -> dict[str, str]:
