@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 
 from roll.pipeline.commands.scoring import _written
-from roll.pipeline.prompts import accuracy_metrics
 from roll.pipeline.rollouts import trajectory_record
 from roll.rewards import VERIFIERS
-from roll.rewards.accuracy import Tally
-from roll.rewards.types import RewardResult
 from roll.utils.registry import PLUGINS
 from tests.support.cli import call, refused
 from tests.support.lines import read_lines as read
-from tests.unit.pipeline.rlvr.test_metrics import answer, group
+from tests.unit.pipeline.rlvr.test_metrics import answer
 
 LETTERS = "tests.support.scoring:Letters"
 SUMS = [
@@ -149,21 +146,6 @@ def test_scores_that_are_not_all_there_leave_no_file(tmp_path):
 def test_a_model_that_cannot_score_is_told_without_a_traceback(rows, model, capsys, verifier, reason):
     words = [word.format(model=model) for word in verifier]
     assert reason in refused(capsys, "score", rows("a.jsonl", SUMS[:1]), "--verifier", *words)
-
-
-def test_figures_are_those_of_a_runs_evaluation():
-    groups = [
-        group(answer(0.25, True, "1"), answer(0.5, False, "2"), answer(1.0, True, "1"), answer(0.0, False, None)),
-        group(answer(0.0, False, "1"), answer(0.75, False, "2"), answer(0.0, True, "3"), answer(0.1, True, "3")),
-    ]
-    tally = Tally()
-    for number, each in enumerate(groups):
-        for episode in each.trajectories:
-            tally.add(number, RewardResult(episode.score, episode.success, episode.turns[-1].action))
-    found = tally.summary()
-    expected = accuracy_metrics(groups, 4, "x")
-    assert {f"x/{name}": value for name, value in found.items() if "@" in name} == pytest.approx(expected)
-    assert found["accuracy"] == pytest.approx(expected["x/mean@4"]) and "x/worst@2" in expected
 
 
 MINE = """
