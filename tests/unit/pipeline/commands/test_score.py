@@ -153,7 +153,9 @@ from roll.rewards import RuleVerifier, VERIFIERS, RewardResult
 
 
 def lengths(data_sources, solution_strs, ground_truths, extra_infos, unit=1.0):
-    return [unit * len(text) + info["level"] for text, info in zip(solution_strs, extra_infos)]
+    sizes = [len(text) for text in solution_strs]
+    scores = [unit * size + info["level"] for size, info in zip(sizes, extra_infos)]
+    return [{"score": score, "size": size, "why": f"{size} long"} for score, size in zip(scores, sizes)]
 
 
 class Backwards(RuleVerifier):
@@ -185,5 +187,7 @@ def test_a_file_of_ones_own_has_functions_classes_and_plugins_beside_the_configu
     monkeypatch.chdir(tmp_path)
     asked = [{"tag": "a", "level": 2, "solution": "ba", "answers": ["ab", "ba", "abcd"]}]
     call(capsys, "score", rows("answers.jsonl", asked), "--config", "./run.yaml", "-o", "scores.jsonl")
-    found = [(each["score"], each["correct"], each["answer"]) for each in read("scores.jsonl")[0]["scores"]]
-    assert found == [(112.5, True, "ba"), (2.5, False, "ab"), (3.0, False, "dcba")]
+    found = read("scores.jsonl")[0]["scores"]
+    told = [(each["score"], each["correct"], each["answer"]) for each in found]
+    assert told == [(112.5, True, "ba"), (2.5, False, "ab"), (3.0, False, "dcba")]
+    assert found[0]["parts"]["custom/size"] == 2.0 and found[0]["notes"] == {"custom/why": "2 long"}
