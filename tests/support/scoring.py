@@ -1,5 +1,7 @@
 """Verifiers for runs of the real pipeline. They are found by path, in child processes that import nothing heavy."""
 
+import asyncio
+import contextlib
 import time
 
 from roll.configs.base import Config
@@ -34,6 +36,27 @@ class Brief(RuleVerifier):
         return RewardResult(float(not sample.truncated), True)
 
 
+class Dear(RuleVerifier):
+    """Needs more time than it has where the response, or the reference answer, is ``dear``."""
+
+    cpu_seconds = 0.2
+
+    @classmethod
+    def tries_row(cls, config: Config, sample: Sample) -> bool:
+        return True
+
+    def try_row(self, sample: Sample) -> None:
+        while sample.ground_truth == "dear":
+            pass
+
+    def check(self, sample: Sample) -> RewardResult:
+        self.try_row(sample)
+        while sample.response == "dear":
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+        return RewardResult(1.0, correct=True)
+
+
 class Unbuildable(RuleVerifier):
     """Wants something that this machine does not have."""
 
@@ -47,6 +70,11 @@ class Unbuildable(RuleVerifier):
 def slow_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(extra_info.get("seconds", 0))
     return {"score": float(len(solution_str)), "answer": solution_str[:5]}
+
+
+async def slow_to_await(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(extra_info.get("seconds", 0))
+    return len(solution_str) / 2
 
 
 def score_and_say_why(data_source, solution_str, ground_truth, extra_info):

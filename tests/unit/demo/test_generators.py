@@ -32,11 +32,15 @@ MAKERS = {arithmetic: {}, products: SMALL, shapes: SMALL, word_problems: FEW}
 
 
 @pytest.mark.parametrize("module", MAKERS, ids=lambda module: module.__name__)
-def test_equal_arguments_write_equal_bytes(module, tmp_path):
-    for name in ("a", "b"):
-        module.write_dataset(tmp_path / name, seed=3, **MAKERS[module])
+def test_equal_arguments_write_equal_bytes_over_those_of_an_earlier_run_and_beside_other_files(module, tmp_path):
+    module.write_dataset(tmp_path / "a", seed=3, **MAKERS[module])
     written = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
-    assert written == {file.name: file.read_bytes() for file in (tmp_path / "b").iterdir()} and len(written) >= 2
+    (tmp_path / "b").mkdir()
+    for name in (*written, "mine.txt"):
+        (tmp_path / "b" / name).write_text("old")
+    module.write_dataset(tmp_path / "b", seed=3, **MAKERS[module])
+    again = {file.name: file.read_bytes() for file in (tmp_path / "b").iterdir()}
+    assert again == written | {"mine.txt": b"old"} and len(written) >= 2
 
 
 @pytest.mark.parametrize(
@@ -149,14 +153,6 @@ def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path):
         held_out = [is_held_out(*row["operands"], 0.1) for row in read_lines(tmp_path / "val.jsonl")]
         assert len(held_out) == 40 and all(held_out)
     assert all(len({files[name] for files in found}) == 3 for name in NAMES)
-
-
-def test_other_files_of_the_folder_stay_and_those_of_an_earlier_run_are_replaced(tmp_path, folder):
-    for name in (*NAMES, "mine.txt"):
-        (tmp_path / name).write_text("old")
-    arithmetic.write_dataset(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "mine.txt"}
-    assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in NAMES)
 
 
 def test_a_failure_leaves_no_half_written_file(tmp_path):

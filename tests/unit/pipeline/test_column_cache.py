@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,29 +105,19 @@ class Scorer:
         return lambda: TokenScores(logprobs_T=torch.full((batch.num_tokens,), self.value))
 
 
-def scored(kept: Path, model: str, dtype: str, **roles: Any) -> float:
-    names: Any = SimpleNamespace(**{"reference": None, "actor": None, **roles})
-    batch = ReferenceScores(names, model, dtype, kept).ahead(BATCH)
-    return float(batch.ref_logprobs_T[0])
-
-
-def test_what_is_kept_is_taken_by_who_scores_in_the_same_number_format(tmp_path):
-    scorers = {"fp32": Scorer(-1.0), "bf16": Scorer(-2.0)}
-    asked = ["fp32", "bf16", "fp32"]
-    found = [scored(tmp_path / "kept", str(tmp_path), dtype, actor=scorers[dtype]) for dtype in asked]
-    assert found == [-1.0, -2.0, -1.0]
-    assert [scorer.asked for scorer in scorers.values()] == [1, 1]
-
-
-def test_what_is_kept_of_one_model_is_not_taken_for_another(tmp_path, monkeypatch):
+def test_what_is_kept_of_one_model_and_number_format_is_not_taken_for_another(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(name)
-    scorers = {path: Scorer(-number) for number, path in enumerate(("org/one", "org/two", "~/one", "~/two"), 1)}
-    found = [scored(tmp_path / "kept", path, "bf16", reference=scorers[path]) for path in [*scorers, *scorers]]
-    assert found == [-1.0, -2.0, -3.0, -4.0] * 2
-    assert [scorer.asked for scorer in scorers.values()] == [1, 1, 1, 1]
+    models = [("org/one", "bf16"), ("org/two", "bf16"), ("~/one", "bf16"), ("~/two", "bf16"), ("~/two", "fp32")]
+    scorers = {asked: Scorer(-number) for number, asked in enumerate(models, 1)}
+    for role, other in (("reference", "actor"), ("actor", "reference")):  # what one has scored the other takes
+        for (model, dtype), scorer in scorers.items():
+            roles: Any = SimpleNamespace(**{role: scorer, other: None})
+            batch = ReferenceScores(roles, model, dtype, tmp_path / "kept").ahead(BATCH)
+            assert float(batch.ref_logprobs_T[0]) == scorer.value
+    assert [scorer.asked for scorer in scorers.values()] == [1, 1, 1, 1, 1]
 
 
 def crossed(rows: list[tuple[list[int], list[int]]], max_tokens: int = 9) -> list[tuple[list[int], list[bool]]]:

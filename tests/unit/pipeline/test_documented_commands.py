@@ -27,21 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = {".", "eval", "export", "lm_eval", "openssl", "python3", "ray"}
 """Commands of others, which are not checked."""
-BESIDE = [
-    "eval",
-    "generate",
-    "score",
-    "chat",
-    "serve",
-    "export",
-    "diagnose",
-    "watch",
-    "report",
-    "compare",
-    "verify",
-    "replay",
-    "bundle",
-]
+BESIDE = {"eval", "generate", "score", "chat", "serve", "export", "diagnose"}
+BESIDE |= {"watch", "report", "compare", "verify", "replay", "bundle"}
 """Commands on files that a reader has."""
 PLACEHOLDERS = ("NAME", "KEY", "…", "<")
 

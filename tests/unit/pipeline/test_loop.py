@@ -1,39 +1,49 @@
-"""The loop of a run: when it evaluates, and when it saves."""
+"""A run: what its start shows, when its loop evaluates and saves, what a step trains on, and how its session ends."""
 
 import errno
+import io
 import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 
 from roll.algorithms.reductions import RunningStats
 from roll.algorithms.selection import drop_masked_episodes
 from roll.algorithms.shaping import Shaping
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.engines.card import kind_of
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig, RunConfig
 from roll.configs.problems import ConfigErrors
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
-from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster, Worker
+from roll.distributed.cluster.resources import plan_placement, pretend_nodes
 from roll.distributed.strategy.base import Metrics
+from roll.pipeline import launch
+from roll.pipeline.cli import EXIT_STOPPED
 from roll.pipeline.launch import EXPECTED_ERRORS
 from roll.pipeline.loop import TrainingLoop
+from roll.pipeline.programs import AGENTIC
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rollouts import GroupRules, StepRollouts
-from roll.pipeline.session import RunSession
+from roll.pipeline.session import RunSession, StoppedByWatchError
+from roll.preflight.choices import role_requests
 from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Checkpointer, CheckpointError, write_manifest
+from roll.tracking.display import Display
 from roll.tracking.trackers import TrackerContext
 from roll.utils.signals import SignalGuard
 from tests.support.lines import read_lines
@@ -46,7 +56,7 @@ def no_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stop(Exception):
-    """Ends a step."""
+    """Ends a start or a step."""
 
 
 class Counting(TrainingLoop):
@@ -61,10 +71,6 @@ class Counting(TrainingLoop):
     def evaluate(self, name: str, step: int) -> Metrics:
         self.evaluated.append((name, step))
         return {"eval/success": 0.5}
-
-
-def write(path: Path) -> None:
-    (path / "weights").write_text("none")
 
 
 def make_batch(rows: int, **columns: torch.Tensor) -> Batch:
@@ -83,8 +89,9 @@ def run(
     values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
     config = kind(output_dir=str(folder), exp_name="loop", **values)
     actor = SimpleNamespace(cluster=None)
-    roles: Any = SimpleNamespace(clusters={}, workers={}, actor=actor, generator=None, evaluator=None, save=write)
+    roles: Any = SimpleNamespace(clusters={}, workers={}, actor=actor, generator=None, evaluator=None)
     roles.sync_weights = roles.load = lambda _: None
+    roles.save = lambda path: (path / "weights").touch()
     with SignalGuard() as signals, RunSession(config, time.time()) as session:
         loop = make(config, session, roles, signals)
         loop.evaluated = []
@@ -398,7 +405,8 @@ def session_in(folder: Path, **keys: Any) -> RunSession:
     return RunSession(RunConfig(output_dir=str(folder), exp_name="aside", **keys), time.time())
 
 
-def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp_path):
+@pytest.mark.parametrize("status", ["completed", "failed"])
+def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp_path, status):
     done: list[int] = []
     gate = threading.Event()
 
@@ -409,23 +417,17 @@ def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp
         assert gate.wait(30)
         done.append(number)
 
-    with session_in(tmp_path) as session:
+    failing = pytest.raises(KeyError) if status == "failed" else nullcontext()
+    with failing, session_in(tmp_path) as session:
         session.aside(lambda: write(1))
         session.aside(fail)
-        session.aside(lambda: write(2))
+        session.aside(lambda: (time.sleep(0.1), write(2)))
         assert done == []
         gate.set()
-    assert done == [1, 2]
+        if status == "failed":
+            raise KeyError("on purpose")
+    assert done == [1, 2] and session.summary["status"] == status
     assert "no space left on device" in (session.folder.logs / "roll.log").read_text()
-    assert session.summary["status"] == "completed"
-
-
-def test_an_error_of_the_run_waits_for_what_is_done_aside(tmp_path):
-    done: list[int] = []
-    with pytest.raises(KeyError), session_in(tmp_path) as session:
-        session.aside(lambda: (time.sleep(0.1), done.append(1)))
-        raise KeyError("on purpose")
-    assert done == [1]
 
 
 class Listening:
@@ -487,3 +489,64 @@ def test_what_failed_is_kept_whatever_its_words_are_and_the_page_names_the_runs_
     assert "no rows in caf\\udce9.jsonl" in (session.folder.logs / "traceback.txt").read_text()
     page = (session.renders / "index.html").read_text()
     assert "no rows" in page and str(logs / "roll.log") in page and str(logs / "traceback.txt") in page
+
+
+# The start of a run, and the exit code of one that a watch stops
+
+
+def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_file(monkeypatch, tmp_path):
+    def stop(plan: Any) -> None:
+        raise Stop
+
+    nodes = pretend_nodes(2, 1)
+    monkeypatch.setattr(launch, "discover_nodes", lambda: nodes)
+    monkeypatch.setattr(launch, "create_placement", stop)
+    monkeypatch.setattr(out := io.StringIO(), "isatty", lambda: True)
+    display = Display(stream=out)
+    display.console = Console(file=out, width=80, force_terminal=True, color_system=None, highlight=False)
+    config = load_config(AgenticConfig, "agentic_sokoban")
+    session: Any = SimpleNamespace(display=display)
+    monkeypatch.setattr(root := logging.getLogger("roll"), "level", logging.INFO)
+    monkeypatch.setattr(root, "handlers", [display.log_handler(), logging.FileHandler(tmp_path / "roll.log")])
+    with pytest.raises(Stop), launch.start_clusters(config, session, {}):
+        pass
+    table = plan_placement(role_requests(config), nodes).describe()
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == table
+    assert (tmp_path / "roll.log").read_text().splitlines() == table
+
+
+@pytest.mark.parametrize("dead", [[], ["gcs_server"]], ids=["alive", "dead"])
+def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(monkeypatch, dead):
+    """Without its head each such call waits for a minute, after which Ray ends the process, and no reason is left."""
+    calls: list[str] = []
+
+    def part(name: str) -> Any:
+        ends = dict.fromkeys(("shutdown", "remove"), lambda: calls.append(name))
+        return SimpleNamespace(launch=lambda: None, wait_ready=lambda: None, **ends)
+
+    monkeypatch.setattr(launch, "discover_nodes", lambda: pretend_nodes(1, 2))
+    monkeypatch.setattr(launch, "create_placement", lambda plan: part("placement"))
+    monkeypatch.setattr(launch, "_cluster", lambda config, name, *_: part(name))
+    monkeypatch.setattr(launch, "dead_daemons", lambda: dead)
+    config = load_config(AgenticConfig, "agentic_sokoban")
+    session: Any = SimpleNamespace(display=Display(stream=io.StringIO()), phase=lambda name: nullcontext())
+    session.folder = SimpleNamespace(logs=Path("logs"), profile=Path("profile"))
+    workers = dict.fromkeys(map(kind_of, config.clusters), Worker)
+    with pytest.raises(Stop), launch.start_clusters(config, session, workers):
+        raise Stop
+    assert calls == ([] if dead else [*config.clusters, "placement"])
+
+
+def test_a_run_that_a_watch_stops_has_an_exit_code_and_a_status_of_its_own(monkeypatch, tmp_path):
+    for name in ("start_of", "describe_template", "relax_gc", "keep_freed_memory", "Roles", "RunContext"):
+        monkeypatch.setattr(launch, name, lambda *_: ())
+    for name in ("ray_session", "start_clusters", "StallWatch"):
+        monkeypatch.setattr(launch, name, lambda *_, **__: nullcontext({}))
+
+    def stopped(*_: object) -> None:
+        raise StoppedByWatchError("dead_groups")
+
+    config: Any = AgenticConfig(output_dir=str(tmp_path), exp_name="run", track_with=[])
+    assert launch.launch(config, AGENTIC, stopped, {}, needs=()) == EXIT_STOPPED == 3
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
+    assert not (tmp_path / "run" / "logs" / "traceback.txt").exists()

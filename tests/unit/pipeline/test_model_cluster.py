@@ -137,34 +137,26 @@ def test_of_maxima_the_greatest_of_all_ranks_counts():
 lengths_strategy = st.lists(st.integers(1, 10), min_size=1, max_size=12)
 
 
-@given(lengths_strategy, st.integers(1, 5), st.integers(1, 3), st.booleans())
-def test_scores_come_back_in_the_order_of_the_batch(lengths, dp_size, copies, values):
-    batch = make_batch(lengths)
+@given(lengths_strategy, st.integers(1, 5), st.integers(1, 3), st.booleans(), st.data())
+def test_scores_of_the_rows_that_are_asked_for_come_back_in_the_order_of_the_batch(
+    lengths, dp_size, copies, values, data
+):
+    batch, every = make_batch(lengths), range(len(lengths))
+    rows = data.draw(st.none() | st.sets(st.sampled_from(every), min_size=1).map(sorted))
     model, strategies = make_model(dp_size * copies, copies=copies, values=values)
     assert (model.size, model.dp_size) == (dp_size * copies, dp_size)
-    scores = model.logprobs(batch)
+    scores = model.logprobs(batch) if rows is None else model.submit_logprobs(batch, torch.tensor(rows))()
+    expected_T = batch.tokens_T.float() * torch.isin(batch.rows_T, torch.tensor(rows or every))
     if values:
         assert scores.logprobs_T is None and scores.entropy_T is None and scores.values_T is not None
-        assert torch.equal(scores.values_T, batch.tokens_T.float())
+        assert torch.equal(scores.values_T, expected_T)
     else:
         assert scores.values_T is None and scores.logprobs_T is not None and scores.entropy_T is not None
-        assert torch.equal(scores.logprobs_T, -batch.tokens_T.float())
-        assert torch.equal(scores.entropy_T, batch.tokens_T.float() / 2)
+        assert torch.equal(scores.logprobs_T, -expected_T)
+        assert torch.equal(scores.entropy_T, expected_T / 2)
     shares = [strategy.scored for strategy in strategies]
     assert all(shares[rank] == shares[rank - rank % copies] for rank in range(model.size))
-    assert sorted(row for share in shares[::copies] for row in share) == list(range(len(lengths)))
-
-
-@given(lengths_strategy, st.integers(1, 5), st.data())
-def test_only_the_rows_that_are_asked_for_are_scored(lengths, dp_size, data):
-    batch = make_batch(lengths)
-    rows = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
-    model, strategies = make_model(dp_size)
-    scores = model.submit_logprobs(batch, torch.tensor(rows))()
-    asked_T = torch.isin(batch.rows_T, torch.tensor(rows))
-    assert scores.logprobs_T is not None
-    assert torch.equal(scores.logprobs_T, -batch.tokens_T.float() * asked_T)
-    assert sorted(row for strategy in strategies for row in strategy.scored) == rows
+    assert sorted(row for share in shares[::copies] for row in share) == list(rows or every)
 
 
 def test_the_mismatch_of_rows_and_its_metrics_do_not_depend_on_the_layout():

@@ -30,7 +30,7 @@ reference: {}
 use_kl_loss: true
 kl_loss_coef: 0.1
 """
-MODEL = "actor_train.model_args"
+MODEL, DATA = "actor_train.model_args", "actor_train.data_args"
 
 
 def loaded(folder: Path, *words: str) -> RLVRConfig:
@@ -54,12 +54,7 @@ def context(config: RLVRConfig, role: str) -> StrategyContext:
         ("reference", "reference_pretrain=org/other", "model_path", "org/other"),
         ("actor_train", "kl_penalty=full", "needs", (*BASIC, KlToReference())),
         ("reference", "kl_penalty=full", "needs", (logprobs, hidden_states)),
-        (
-            "actor_infer",
-            "actor_train.data_args.chat_template_kwargs={enable_thinking: false}",
-            "template",
-            ChatTemplate("native", {"enable_thinking": False}),
-        ),
+        ("actor_infer", f"{DATA}.chat_template_kwargs={{a: 1}}", "template", ChatTemplate("native", {"a": 1})),
     ],
 )
 def test_an_engine_is_told_what_is_asked_for(role, words, name, value, tmp_path):
@@ -84,16 +79,12 @@ def test_an_adapter_is_the_one_that_is_asked_for(words, name, value, tmp_path):
     assert _lora(loaded(tmp_path).actor_train.model_args) is None
 
 
-def write(path: Path) -> None:
-    (path / "weights").write_text("none")
-
-
 def test_a_session_runs_the_hook_where_checkpoints_are_to_go(tmp_path):
     folders = [f"output_dir={tmp_path}/out", f"checkpoint_config.output_dir={tmp_path}/kept"]
     hook = f"checkpoint_config.post_save_hook=[sh, -c, 'echo $ROLL_STEP $ROLL_CHECKPOINT >> {tmp_path}/told']"
     with RunSession(loaded(tmp_path, *folders, hook, "max_ckpt_to_keep=1"), time.time()) as session:
         for step in (1, 2):
-            session.checkpointer.save(step, write, {})
+            session.checkpointer.save(step, lambda path: (path / "weights").touch(), {})
             session.checkpointer.wait()
     assert [path.name for path in (tmp_path / "kept").glob("checkpoint-*")] == ["checkpoint-2"]
     assert len((tmp_path / "told").read_text().splitlines()) == 2

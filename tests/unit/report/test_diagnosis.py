@@ -216,13 +216,13 @@ def test_no_watch_speaks_in_a_sound_run(name):
     assert np.mean([repeated(np.array([ord(letter) for letter in text])) for text in texts]) < 0.2
 
 
-@pytest.mark.parametrize(("name", "watch"), [("entropy_bonus", "dead_groups"), ("too_hard", "dead_groups")])
-def test_watches_speak_in_broken_runs(name, watch):
+@pytest.mark.parametrize("name", ["entropy_bonus", "too_hard"])
+def test_watches_speak_in_broken_runs(name):
     broken = record(name)
     watching = Watching(broken.config, dict.fromkeys(WATCHES, "warn"))
     for step in broken.steps:
         watching.look(int(step["step"] or 0), step)
-    assert watch in watching.alarms and watching.alarms[watch].count >= 1
+    assert watching.alarms["dead_groups"].count >= 1
 
 
 def test_repetition_is_the_share_of_repeated_runs_of_tokens():

@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.rewards import RewardConfig
-from roll.extras.maths.verifier import MathVerifier
-from roll.rewards import VERIFIERS, RewardError, RewardResult, RuleVerifier, Sample
+from roll.rewards import VERIFIERS, RewardError, RewardResult, Sample
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
-from roll.rewards.rules import FormatConfig, FormatVerifier
-from roll.rewards.scorer import DomainScorer
-from roll.rewards.types import OverBudgetError
 from tests.support.echo import Echo
 from tests.support.processes import gone
 
@@ -27,9 +22,9 @@ def sample(response: str, **values: object) -> Sample:
 
 
 @contextlib.asynccontextmanager
-async def pool_of(cls: type[RuleVerifier] = Echo, num_processes: int = 1, **args: object):
+async def pool_of(num_processes: int = 1, **args: object):
     """Its children are there and ready."""
-    pool = RulePool([rule_spec(cls, args)], num_processes)
+    pool = RulePool([rule_spec(Echo, args)], num_processes)
     try:
         await pool.start()
         yield pool
@@ -66,22 +61,6 @@ async def test_a_slow_expression_is_killed_and_the_others_go_on():
     assert all(gone(pid) for pid in before)
 
 
-async def test_a_format_that_backtracks_without_end_is_over_budget():
-    async with pool_of(FormatVerifier, **FormatConfig(pattern=r"(a|a)*b").model_dump()) as pool:
-        with pytest.raises(OverBudgetError, match=r"took more than 0.5 s of CPU time"):
-            await pool.check(0, sample("a" * 60), 2.0)
-        assert (await pool.check(0, sample("aab"), 5)).correct
-
-
-async def test_a_mathematical_bomb_is_answered():
-    """It would else be a way to lose a sample that is going to score nothing."""
-
-    async with pool_of(MathVerifier) as pool:
-        for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
-            assert not (await pool.check(0, sample(bomb), 10)).correct
-        assert await pool.check(0, sample(r"\boxed{5}"), 10) == RewardResult(1.0, True, "5")
-
-
 @pytest.mark.parametrize(
     ("response", "message"),
     [
@@ -99,6 +78,8 @@ async def test_a_check_that_goes_wrong_is_an_error_and_the_next_one_works(respon
     async with pool_of() as pool:
         with pytest.raises(RewardError, match=message):
             await pool.check(0, sample(response), 10)
+        with pytest.raises(TypeError, match="JSON"):  # the caller's own error
+            await pool.check(0, sample("hi", extra_info={"x": object()}), 10)
         assert (await pool.check(0, sample("hi"), 10)).answer == "hi"
 
 
@@ -188,13 +169,6 @@ async def test_a_verifier_that_cannot_be_built_or_imported_elsewhere_is_an_error
         rule_spec(Inner, {})
 
 
-async def test_a_sample_that_is_no_json_is_an_error_of_the_caller():
-    async with pool_of() as pool:
-        with pytest.raises(TypeError, match="JSON"):
-            await pool.check(0, sample("hi", extra_info={"x": object()}), 10)
-        assert (await pool.check(0, sample("hi"), 10)).answer == "hi"
-
-
 CPU_SECONDS = 0.9
 """Below ``ANSWER_CPU_S``: the bounds on size end each of these."""
 LINEAR_SECONDS = 4.0
@@ -211,6 +185,7 @@ def nested(opening: str, inner: str, closing: str, times: int) -> str:
 
 TERMS = [
     *("1e99999999", "1e-99999999", "3.0e" + "9" * 300, "10^{100000000}", "2^{10^{10}}", "9^{9^{9^9}}", "9^9^9"),
+    *("9^{9^{9^{9}}}", "9**9**9**9", nested("x^", "", "", 40)),
     *(r"\binom{x}{100000000}", r"\binom{n}{10000}", r"\binom{-1000}{100000}", r"\binom{99^x}{99}"),
     *(r"\binom{1/2}{10^6}", "100000000!", "((((3!)!)!)!)!", "500!^{500!}", "x^{500!}", "((x!)!)!"),
     *(r"\sqrt[500!]{500!}", r"\sqrt[100000]{2}", r"e^{e^{e^{e^{e}}}}", r"\exp(\exp(\exp(\exp(5))))"),
@@ -303,47 +278,3 @@ def test_long_answers_are_read_in_linear_time(name, every):
     responses = LONG[list(RULES).index(name) % every :: every]  # each is read by a rule
     seconds = {response: check(name, response, truth, args)[1] for response in responses}
     assert [response[:30] for response in responses if seconds[response] > LINEAR_SECONDS] == []
-
-
-async def scored(verifiers: list[dict[str, object]], *answers: tuple[str, str]) -> list[RewardResult | BaseException]:
-    """Verdicts on responses with their references, one after the other."""
-    scorer = DomainScorer("d", RewardConfig(tag_included=["tag"], verifiers=verifiers, timeout=10, retries=0))
-    await scorer.start()
-    found: list[RewardResult | BaseException] = []
-    for answer in answers:
-        found += await asyncio.gather(scorer.score(Sample("?", *answer, "tag")), return_exceptions=True)
-    await scorer.close()
-    assert scorer.take_retries() == 0
-    return found
-
-
-async def test_what_takes_too_much_cpu_time_is_a_wrong_answer_with_its_reason():
-    """The pattern is the user's, the text on which it backtracks without end is the policy's."""
-    pattern = {"name": "format", "args": {"pattern": "(a|a)*b", "penalty": -1.0}, "weight": 0.5}
-    dear, right = await scored([pattern, {"name": "math"}], ("a" * 60, "5"), ("aab", "5"))
-    assert isinstance(dear, RewardResult) and dear.over_budget == "format: took more than 1 s of CPU time"
-    assert (dear.score, dear.correct) == (-0.5, False), "as a response that does not match"
-    assert isinstance(right, RewardResult) and right.score == 0.5 and not right.over_budget
-
-
-async def test_a_reference_that_costs_too_much_is_no_fault_of_the_answer():
-    dear, reference = await scored([{"name": f"{__name__}:Echoing"}], ("dear", ""), ("", "dear"))
-    assert isinstance(dear, RewardResult) and not dear.correct and "CPU time" in dear.over_budget
-    assert isinstance(reference, RewardError) and "the reference answer is too expensive" in str(reference)
-
-
-class Echoing(RuleVerifier):
-    """Is slow where it is told to."""
-
-    cpu_seconds = 0.2
-
-    def try_row(self, sample: Sample) -> None:
-        while sample.ground_truth == "dear":
-            pass
-
-    def check(self, sample: Sample) -> RewardResult:
-        self.try_row(sample)
-        while sample.response == "dear":
-            with contextlib.suppress(Exception):
-                sum(range(1000))
-        return RewardResult(1.0, correct=True)

@@ -1,24 +1,53 @@
-"""The reward model, against the same weights in float64, one unpadded conversation at a time."""
+"""The reward model, with pictures too, against the same weights in float64, one unpadded conversation at a time."""
 
 import asyncio
 import json
 import re
 import shutil
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
-from roll.models.tiny import make_tokenizer
+from roll.configs.rewards import RewardConfig
+from roll.data.batch import Batch
+from roll.data.columns import Item
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
+from roll.models.loading import classifier_class, load_config
+from roll.models.lora import SCORE_NAME
+from roll.models.pictures import FAMILIES
+from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.preflight import models as preflight
 from roll.rewards.classifiers import Padding, RewardModelConfig, load_classifier, logits_of
 from roll.rewards.reward_model import RewardModelVerifier
+from roll.rewards.scorer import sees
+from roll.rewards.scoring import unseen
 from roll.rewards.types import RewardError, RewardResult, Sample
+from tests.support.choice import slow_but
+from tests.support.picture_models import FAMILIES as KNOWN
+from tests.support.picture_models import make_picture_model
+from tests.support.picture_models import make_tokenizer as family_tokenizer
+from tests.support.pictured import picture, pictures_of, shown, unmodified
+from tests.unit.rewards.test_judge import KEY, JudgeServer, Reply, serving
 
 __all__ = ["llama", "qwen"]  # fixtures
 
@@ -32,9 +61,6 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "ma
 
 def make_other_tokenizer():
     """Another family: one token per byte with other ids, a begin-of-text token, and another template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
     core = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,8 +72,6 @@ def make_other_tokenizer():
 
 
 def save(path: Path, config: Any, tokenizer: Any) -> Path:
-    from transformers import AutoModelForSequenceClassification
-
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_config(config).float().save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -57,8 +81,6 @@ def save(path: Path, config: Any, tokenizer: Any) -> Path:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One output; a padding token that never ends a conversation."""
-    from transformers import Qwen2Config
-
     tokenizer = make_tokenizer()
     config = Qwen2Config(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **SHAPE)
     return save(tmp_path_factory.mktemp("rm") / "qwen", config, tokenizer)
@@ -67,8 +89,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three outputs, another tokenizer, no padding token anywhere."""
-    from transformers import LlamaConfig
-
     tokenizer = make_other_tokenizer()
     names = ("bad", "fair", "good")
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
@@ -79,8 +99,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def oracle(path: Path, texts: Sequence[str | list[int]], keep: slice = slice(None)) -> torch.Tensor:
     """Logits [B, L] at the last token of each text or row, by the trunk and the head's weights alone, in float64."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64).eval()
     rows = []
@@ -177,8 +195,6 @@ def test_a_score_does_not_depend_on_its_batch(qwen, llama):
 
 def test_an_encoder_does_not_see_padding_and_keeps_its_first_token(tmp_path):
     """It looks to both sides and reads the score at the first token, so padding and truncation could change it."""
-    from transformers import AutoModelForSequenceClassification, BertConfig
-
     tokenizer = make_other_tokenizer()
     tokenizer.bos_token, tokenizer.cls_token = None, "<bos>"
     tokenizer.chat_template = OTHER_TEMPLATE.replace("bos_token", "cls_token")
@@ -197,8 +213,6 @@ def test_an_encoder_does_not_see_padding_and_keeps_its_first_token(tmp_path):
 
 def test_a_padding_token_that_only_the_tokenizer_knows_changes_nothing(llama, tmp_path):
     """The common repair ``pad_token = eos_token`` would move the score to the token before the end of the turn."""
-    from transformers import AutoTokenizer
-
     folder = shutil.copytree(llama, tmp_path / "rm")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
@@ -370,8 +384,6 @@ def refused(folder: Path, **args: Any) -> str:
 
 
 def test_folders_that_are_no_whole_classifier_are_named(qwen, tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     (tmp_path / "empty").mkdir()
     assert "expected a folder with a model in Hugging Face format (no config.json in it)" in refused(tmp_path / "empty")
     bare = shutil.copytree(qwen, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
@@ -446,19 +458,12 @@ ANSWERS = [make_sample(response=answer) for answer in ("2", "three", "", "becaus
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    folder, tokenizer = tmp_path_factory.mktemp("base"), make_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SHAPE)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("base")
+    make_tiny_model(folder, seed=0)
     return folder
 
 
 def classifier(base: Path, outputs: int) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
     return AutoModelForSequenceClassification.from_pretrained(base, num_labels=outputs)
 
 
@@ -511,74 +516,171 @@ def test_what_cannot_be_loaded_of_an_adapter_is_named(adapter, tmp_path):
 
 # A server of the model
 
-KEY = "sk-4f1c-very-secret"
 
+def serving_model(folder: Path, *first: Any) -> AbstractContextManager[JudgeServer]:
+    """A server that speaks vLLM's ``/classify`` where ``input`` is given, SGLang's where ``input_ids`` is.
 
-class Handler(BaseHTTPRequestHandler):
-    """Speaks vLLM's ``/classify`` where ``input`` is given, SGLang's where ``input_ids`` is; a model here computes."""
+    A model here computes, but for the ``first`` answers.
+    """
+    model = load_classifier(RewardModelConfig(model_path=str(folder)))
 
-    server: Any
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append((self.path, self.headers.get("Authorization"), body))
+    def classify(body: Any) -> Reply:
         rows = body.get("input") or body["input_ids"]
-        with self.server.lock:
-            logits = logits_of(self.server.model, rows, Padding(self.server.model.config).of(rows), "cpu")
-        if "input" in body:
-            assert body["use_activation"] is False
-            data = [{"index": i, "probs": row, "label": None, "num_classes": len(row)} for i, row in enumerate(logits)]
-            answer: Any = {"object": "list", "data": data[::-1]}
-        else:
-            answer = [{"embedding": row, "meta_info": {}} for row in logits]
-        if self.server.breaks:
-            answer = self.server.breaks.pop()
-        text = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        logits = logits_of(model, rows, Padding(model.config).of(rows), "cpu")
+        if "input_ids" in body:
+            return replied([{"embedding": row, "meta_info": {}} for row in logits])
+        assert body["use_activation"] is False
+        data = [{"index": i, "probs": row, "label": None, "num_classes": len(row)} for i, row in enumerate(logits)]
+        return replied({"object": "list", "data": data[::-1]})
 
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+    return serving(*map(replied, first), classify)
 
 
-@contextmanager
-def served(folder: Path, *breaks: Any) -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.model = load_classifier(RewardModelConfig(model_path=str(folder)))
-    server.lock, server.bodies, server.breaks = threading.Lock(), [], list(breaks)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+def replied(answer: Any) -> Reply:
+    return Reply(body=json.dumps(answer))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_scores_are_those_of_the_same_model_here(kind, qwen, llama, monkeypatch):
     monkeypatch.setenv("REWARD_KEY", KEY)
     for folder, args in ((qwen, {"sigmoid": True}), (llama, {"label": "good", "probability": True, "scale": 2.0})):
-        with served(folder) as server:
-            url = f"http://127.0.0.1:{server.server_port}"
+        with serving_model(folder) as server:
+            url = f"http://127.0.0.1:{server.port}"
             remote = {"url": url, "server": kind, "model_name": "rm", "api_key_env": "REWARD_KEY"}
             found = score_all(folder, remote=remote, device="auto", batch_size=4, **args)
-            expected = score_all(folder, **args)
-            assert [verdict.score for verdict in found] == close_to([verdict.score for verdict in expected])
-            assert [verdict.correct for verdict in found] == [verdict.correct for verdict in expected]
-            assert max(len(body.get("input") or body["input_ids"]) for _, _, body in server.bodies) == 4
-            told = {(path, key, body["model"]) for path, key, body in server.bodies}
-            assert told == {("/classify", f"Bearer {KEY}", "rm")}
+        expected = score_all(folder, **args)
+        assert [verdict.score for verdict in found] == close_to([verdict.score for verdict in expected])
+        assert [verdict.correct for verdict in found] == [verdict.correct for verdict in expected]
+        assert max(len(body.get("input") or body["input_ids"]) for body in server.bodies) == 4
+        assert {body["model"] for body in server.bodies} == {"rm"} and set(server.paths) == {"/classify"}
+        assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
 
 
 def test_answers_that_cannot_be_used_are_errors_and_what_the_server_decides_is_no_key(qwen):
     wrong = {"data": [{"index": 0, "probs": [0.5, 0.5]}]}
-    with served(qwen, {"detail": "starting"}, wrong) as server:
-        remote = {"url": f"http://127.0.0.1:{server.server_port}/classify", "retry_wait": 0.0, "max_attempts": 2}
+    with serving_model(qwen, wrong, {"detail": "starting"}) as server:
+        remote = {"url": f"http://127.0.0.1:{server.port}/classify", "retry_wait": 0.0, "max_attempts": 2}
         with pytest.raises(RewardError, match=r"expected outputs of vllm.*attempt 2 of 2"):
             score_all(qwen, SAMPLES[:1], remote=remote, device="auto")
         assert scores(qwen, SAMPLES[:1], remote=remote, device="auto") == close_to(scores(qwen, SAMPLES[:1]))
     config = RewardModelConfig(model_path=str(qwen), remote={"url": "http://h:1"}, device="cpu", dtype="bf16")
     assert [problem.path for problem in config.problems()] == ["dtype", "device"]
+
+
+# Models that see: their scores are those of Transformers' trunk and the head's weights, in float64
+
+DTYPES = {"qwen3_vl_moe": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+
+    def made(family: str) -> Path:
+        path = folder / family
+        return path if path.exists() else make_classifier(path, family)
+
+    return made
+
+
+def make_classifier(path: Path, family: str) -> Path:
+    """A random one with one output, in double precision where the family's experts have it."""
+    make_picture_model(path, family)
+    config = load_config(str(path))
+    config.num_labels = 1
+    torch.manual_seed(3)
+    model = classifier_class(config).from_config(config).to(DTYPES.get(family, torch.float64))
+    torch.nn.init.normal_(model.score.weight)
+    model.model.load_state_dict(AutoModel.from_pretrained(path).state_dict())
+    model.save_pretrained(path)
+    return path
+
+
+def asked(words: str, answer: str, *pictures: Item) -> Sample:
+    messages = ({"role": "system", "content": "Say <image>."}, {"role": "user", "content": words})
+    return Sample(words, answer, None, "t", messages=messages, pictures=pictures)
+
+
+def seeing_oracle(folder: Path, family: str, given: Sample) -> float:
+    """By the trunk, one conversation alone, whose pictures its own processor has made ready."""
+    tokenizer = family_tokenizer(family)
+
+    def ids(text: str) -> Tensor:
+        # "<image>" is a token of LLaVA's: in a message it is letters.
+        return torch.tensor(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    start, end = (torch.tensor([tokenizer.convert_tokens_to_ids(f"<|im_{which}|>")]) for which in ("start", "end"))
+    pieces, pictures = [], iter(given.pictures)
+    for message in (*given.messages, {"role": "assistant", "content": given.response}):
+        words = message["content"].split("<image>") if message["role"] == "user" else [message["content"]]
+        pieces += [start, ids(f"{message['role']}\n{words[0]}")]
+        for more in words[1:]:
+            pieces += [shown(next(pictures), family), ids(more)]
+        pieces += [end, ids("\n")]
+    whole = torch.cat(pieces)
+    mask = torch.zeros(len(whole), dtype=torch.bool)
+    one = Batch(torch.tensor([len(whole)]), whole, mask, items_I=(tuple(given.pictures),))
+    model = classifier_class(load_config(str(folder))).from_pretrained(folder, dtype="auto").eval()
+    with torch.no_grad():
+        hidden = model.model(**unmodified(one, family)).last_hidden_state[0, -1]
+    return float(hidden @ model.score.weight[0].detach())
+
+
+@pytest.mark.parametrize("family", slow_but(("qwen2_5_vl", "qwen3_vl"), FAMILIES))
+def test_scores_with_pictures_are_those_of_plain_transformers(seeing, family):
+    a, b = picture(1, 2, 3, family), picture(2, 3, 2, family)
+    samples = [
+        asked("<image>what?", "one", a),
+        asked("<image>what?", "one", b),
+        asked("<image> or <image>, which of them?", "the second of the two", a, b),
+        asked("no picture", "right"),
+    ]
+    found = scores(seeing(family), samples)
+    expected = [seeing_oracle(seeing(family), family, each) for each in samples]
+    tolerance = 1e-5 if family in DTYPES else 1e-6  # a score is rounded to float32
+    assert found == pytest.approx(expected, rel=tolerance, abs=1e-6)
+    assert len({round(value, 3) for value in found}) == 4 and np.isfinite(found).all()
+
+
+def test_a_picture_of_another_size_is_resized_by_the_reward_model(seeing):
+    """The policy's processor has made it, or none has (``roll score``)."""
+    raw = Item(np.random.default_rng(0).integers(0, 256, (75, 50, 3), dtype=np.uint8))
+    given, again = asked("<image>?", "a", raw), asked("<image>?", "a", pictures_of("qwen3_vl").item(raw.data))
+    first, second = scores(seeing("qwen3_vl"), [given, again])
+    assert first == second == pytest.approx(seeing_oracle(seeing("qwen3_vl"), "qwen3_vl", again), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("<image><image>", "2 places for pictures"), ("<image>" + "long " * 30, "one with pictures is never cut")],
+)
+def test_what_cannot_be_shown_has_no_score(seeing, words, message):
+    with pytest.raises(RewardError, match=message):
+        score_all(seeing("qwen3_vl"), [asked(words, "a", picture(1, 2, 3))], max_length=64)
+
+
+def test_adapters_of_families_that_were_not_compared_are_refused(seeing, tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed")
+    content = {"base_model_name_or_path": str(seeing("qwen2_5_vl")), "task_type": CLASSIFIES, "peft_type": "LORA"}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(content))
+    save_file({SCORE_NAME: torch.ones(1, 64)}, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ValueError, match="an adapter of a reward model of the family qwen2_5_vl was not compared"):
+        load_classifier(RewardModelConfig(model_path=str(tmp_path)))
+    trained = SimpleNamespace(model_args=SimpleNamespace(lora_target="all-linear"))
+    config = SimpleNamespace(trains_scores=True, uses_lora=True, actor_train=trained)
+    with pytest.MonkeyPatch.context() as patched:
+        for family, expected in (("qwen2_5_vl", 1), ("qwen3_vl", 0)):
+            patched.setattr(preflight, "whole_config", lambda *_, kind=family: SimpleNamespace(model_type=kind))
+            assert len(list(preflight.check_adapted_classifier(config))) == expected
+
+
+def test_a_reward_model_says_whether_it_sees(seeing):
+    def domain(**args: Any) -> RewardConfig:
+        verifier = {"name": "reward_model", "args": {"model_path": str(seeing("qwen3_vl")), **args}}
+        return RewardConfig(tag_included=["t"], verifiers=[verifier])
+
+    assert sees(domain()) and list(unseen({"d": domain()}, {"d": 3})) == []
+    for blind in (domain(tensor_parallel_size=2), domain(remote={"url": "http://127.0.0.1:1"})):
+        (line,) = unseen({"d": blind}, {"d": 3})
+        assert "(reward_model) reads <image> in place of the pictures of 3 prompts" in line
+    assert KNOWN.keys() >= set(FAMILIES)

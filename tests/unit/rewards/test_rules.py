@@ -18,7 +18,7 @@ from roll.data.prompts import Prompt
 from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifier
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier, last_number, number_text
 from roll.extras.maths.verifier import MathConfig, MathVerifier
-from roll.extras.worlds.single_turn import SCORERS, mathematical, same_words
+from roll.extras.worlds.single_turn import SCORERS, same_words
 from roll.rewards import RewardError, RewardResult, Sample
 from roll.rewards.answers import last_boxed
 from roll.rewards.custom import CustomConfig, CustomVerifier
@@ -93,6 +93,7 @@ def test_equal_mathematics_is_correct(maths, response, truth):
         (r"\boxed{(2,3]}", "[2,3)"),
         *((response, "1") for response in (r"\boxed{1},\boxed{2}", r"\boxed{1 1/2}")),
         *((response, "5") for response in (r"\boxed{x}", r"\boxed{5} is what I thought first. \boxed{4}")),
+        ("9**9**9**9", 5),
         *((r"\boxed{" * n + text + "}" * n, 5) for n, text in ((1, "9" * 5000), (3000, "5"))),
     ],
 )
@@ -255,15 +256,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0
     return {"score": score, "answer": solution_str, "length": len(solution_str), "tag": float(data_source == "tag")}
 
 
-def only_two(data_source, solution_str):
-    return 1.0
-
-
-async def later(data_source, solution_str, ground_truth, extra_info):
-    await asyncio.sleep(0)
-    return {"score": float(solution_str), "acc": True}
-
-
 def custom(**values: object) -> CustomVerifier:
     return CustomVerifier(CustomConfig(path=f"{__name__}:compute_score", **values))
 
@@ -307,12 +299,6 @@ def test_a_reference_that_is_no_number_is_told_before_the_run():
         CustomVerifier.check_row(CustomConfig(path=f"{__name__}:compute_score"), sample("", float("nan")))
 
 
-def test_an_asynchronous_function_is_awaited():
-    verifier = CustomVerifier(CustomConfig(path=f"{__name__}:later"))
-    assert not list(verifier.config.problems())
-    assert verifier.check(sample("0.25")) == unseeking(0.25, True)
-
-
 def half_marks(data_sources, solution_strs, ground_truths, extra_infos, worth=1.0):
     if "cut" in solution_strs:
         return [worth]
@@ -338,19 +324,19 @@ _first_loop: list[object] = []
 async def in_one_loop(data_source, solution_str, ground_truth, extra_info):
     _first_loop.append(asyncio.get_running_loop())
     await asyncio.sleep(float(solution_str))
-    return float(_first_loop[0] is asyncio.get_running_loop())
+    return {"score": float(_first_loop[0] is asyncio.get_running_loop()), "acc": True}
 
 
 def test_asynchronous_calls_run_side_by_side_in_one_loop_and_fail_alone():
     verifier = CustomVerifier(CustomConfig(path=f"{__name__}:in_one_loop"))
-    assert verifier.batching(verifier.config).side_by_side
+    assert verifier.batching(verifier.config).side_by_side and not list(verifier.config.problems())
     started = time.monotonic()
     *good, late, wrong = verifier.check_all([sample(text) for text in ("0.1", "0.1", "0.1", "9", "no number")], 0.3)
     assert time.monotonic() - started < 2
     assert [verdict.score for verdict in good] == [1.0] * 3
     assert isinstance(late, RewardTimeoutError) and "longer than 0.3 s" in str(late)
     assert type(wrong) is RewardError and "ValueError" in str(wrong)
-    assert verifier.check(sample("0")).score == 1.0
+    assert verifier.check(sample("0")) == unseeking(1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +348,7 @@ def test_asynchronous_calls_run_side_by_side_in_one_loop_and_fail_alone():
         ({"path": "no_such_module:f"}, "path: got .no_such_module:f., expected .* can be imported .*no_such_module"),
         ({"path": f"{__name__}:compute_scores"}, "did you mean 'compute_score'"),
         ({"path": f"{__name__}:pytestmarks"}, "has no 'pytestmarks'"),
-        ({"path": f"{__name__}:only_two"}, "expected a function of data_source, solution_str.*ground_truth"),
+        ({"path": f"{__name__}:unseeking"}, "expected a function of data_source, solution_str.*ground_truth"),
         ({"path": f"{__name__}:compute_score", "kwargs": {"bonsu": 1}}, "bonsu"),
         ({"path": "math:pi"}, "expected a function .it is float"),
     ],
@@ -411,15 +397,6 @@ def test_words(given, answer, same):
     assert same_words(given, answer) == float(same)
 
 
-def test_blank_references_are_errors_and_expressions_are_compared():
-    with pytest.raises(ValueError, match="answer: got ' ', expected some words"):
-        same_words("", " ")
-    assert mathematical(r"\boxed{(x+1)^2}", "x^2 + 2x + 1") == 1.0
-    assert mathematical("no number at all", "4") == 0.0
-    with pytest.raises(ValueError, match="ground_truth"):
-        mathematical("4", " ")
-
-
 @pytest.mark.parametrize(
     ("given", "answer", "there"),
     [
@@ -445,11 +422,7 @@ def verify(response: str, *constraints: dict, **config: object) -> RewardResult:
 
 
 CASES = [  # a constraint, responses that fulfil it, and some that do not
-    (
-        {"kind": "num_words", "min": 2, "max": 3},
-        ["one two", "one, two – three!", "don't well-known"],
-        ["one", "a b c d"],
-    ),
+    ({"kind": "num_words", "min": 2, "max": 3}, ["a b", "one, two – three!", "don't well-known"], ["one", "a b c d"]),
     ({"kind": "num_sentences", "min": 2, "max": 2}, ["A. B!", 'He said "no." So?', "A...\n\nB"], ["A.", "A. B. C."]),
     ({"kind": "num_sentences", "min": 2}, ["你好。再见。"], ["你好。"]),
     ({"kind": "num_paragraphs", "max": 2}, ["a", "a\nb\n \n\nc"], ["a\n\nb\n\nc"]),
@@ -556,13 +529,8 @@ DOMAINS = {
     "choices": ("multiple_choice", {"num_choices": 4}),
     "orders": ("instruction", {}),
     "programs": ("code", {}),
-    "own": ("custom", {"path": f"{__name__}:score"}),
     "form": ("format", {}),
 }
-
-
-def score(data_source: str, solution_str: str, ground_truth: object, extra_info: object) -> float:
-    return 1.0
 
 
 def problems(rows: list[tuple[str, object]], **extra: object) -> dict[str, str]:
@@ -608,7 +576,7 @@ def test_references_that_can_be_reached_pass():
 
 
 def test_a_reference_that_costs_too_much_is_a_problem_of_its_row(monkeypatch):
-    monkeypatch.setitem(DOMAINS, "maths", (f"{__name__}:Slow", {}))
+    monkeypatch.setitem(DOMAINS, "maths", ("tests.support.scoring:Dear", {}))
     found = problems([("maths", "dear"), ("maths", "x+y"), ("maths", "dear")])
     assert found.keys() == {"f:0", "f:2"} and "the reference answer is too expensive" in found["f:0"]
 
@@ -617,13 +585,3 @@ def test_many_rows_are_looked_at_in_little_time():
     started = time.process_time()
     assert problems([("maths", str(i)) for i in range(5_000)] + [("sums", f"#### {i}") for i in range(5_000)]) == {}
     assert time.process_time() - started < 8  # several times what a busy machine needs
-
-
-class Slow(MathVerifier):
-    """Never ends with one reference."""
-
-    cpu_seconds = 0.2
-
-    def try_row(self, sample):
-        while sample.ground_truth == "dear":
-            pass

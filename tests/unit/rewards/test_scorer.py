@@ -196,6 +196,9 @@ async def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_f
         assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and scorer.take_retries() == 0
         first, bad, last = await score_each(scorer, *map(sample, ("a", "poison", "ccc")))
         assert (first.score, last.score, scorer.take_retries()) == (1.0, 3.0, 3)
+    async with scorer_of(lists | {"args": lists["args"] | {"batch_size": 2, "batch_wait": 0.3}}) as scorer:
+        three = await score_each(scorer, *map(sample, ("a", "bb", "ccc")))
+    assert {verdict.parts["custom/together"] for verdict in three} == {1.0, 2.0}, "no more than batch_size"
     words = r"rewards\.maths: custom failed after 2 attempts: ValueError: unreadable \(.*/support/scoring\.py:\d+\)"
     assert re.fullmatch(words, str(bad)), "the line of the function that raised"
     [problem] = check_rewards(config(lists, max_concurrency=4))
@@ -233,12 +236,34 @@ def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
 
 
 async def test_what_took_too_long_may_have_a_score_that_is_counted():
-    own = custom("slow_score") | {"weight": 2.0}
-    async with scorer_of(own, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
+    verifiers = (custom("slow_score") | {"weight": 2.0}, custom("slow_to_await"), fake(seconds=5))
+    async with scorer_of(*verifiers, timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
         quick, slow = await score_each(scorer, sample("abc"), sample("slow", seconds=60))
-    assert (quick.score, quick.correct) == (2 * 3.0 - 1.0, True)
-    assert (quick.parts["custom/timeout"], quick.parts["Fake/timeout"]) == (0.0, 1.0)
-    assert (slow.score, slow.correct, slow.parts["custom/timeout"]) == (2 * -1.0 - 1.0, False, 1.0)
+    late = [f"{name}/timeout" for name in ("custom", "custom_2", "Fake")]
+    assert (quick.score, quick.correct) == (2 * 3.0 + 1.5 - 1.0, True)
+    assert [quick.parts[name] for name in late] == [0.0, 0.0, 1.0]
+    assert (slow.score, slow.correct) == (2 * -1.0 - 1.0 - 1.0, False)
+    assert [slow.parts[name] for name in late] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(10.0, "1"), (2.0, "0.5")])
+async def test_what_takes_too_much_cpu_time_is_a_wrong_answer_with_its_reason(timeout, seconds):
+    """The pattern is the user's, the text on which it backtracks without end is the policy's."""
+    pattern = {"name": "format", "args": {"pattern": "(a|a)*b", "penalty": -1.0}, "weight": 0.5}
+    async with scorer_of(pattern, {"name": "math"}, timeout=timeout, retries=1) as scorer:
+        dear, right = [await scorer.score(sample(text)) for text in ("a" * 60, "aab")]
+        assert scorer.take_retries() == 0
+    assert dear.over_budget == f"format: took more than {seconds} s of CPU time"
+    assert (dear.score, dear.correct) == (-0.5, False), "as a response that does not match"
+    assert right.score == 0.5 and not right.over_budget
+
+
+async def test_a_reference_that_costs_too_much_is_no_fault_of_the_answer():
+    async with scorer_of({"name": "tests.support.scoring:Dear"}, timeout=10, retries=0) as scorer:
+        dear = await scorer.score(sample("dear"))
+        with pytest.raises(RewardError, match="the reference answer is too expensive"):
+            await scorer.score(sample("", truth="dear"))
+    assert not dear.correct and "CPU time" in dear.over_budget
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from roll.configs.loader import derive
 from roll.configs.problems import ConfigErrors
@@ -38,8 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, folder: Path, **fields: Any) -> Path:
-    import transformers
-
     tokenizer = make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
     return save(folder / name, getattr(transformers, name)(**SHAPE | sizes | fields), tokenizer)
@@ -150,8 +150,6 @@ asyncio.run(main())
 
 @pytest.mark.slow
 async def test_what_cannot_be_loaded_is_told_in_words(qwen, tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     headless = tmp_path / "headless"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(qwen)).save_pretrained(headless)
     make_tokenizer().save_pretrained(headless)
@@ -175,8 +173,6 @@ async def test_it_leaves_its_gpus_and_comes_back(qwen):
 
 
 def test_what_cannot_be_divided_is_told_before_the_run(qwen, tmp_path):
-    from transformers import BertConfig
-
     def problems(folder: Path, **args: Any) -> list[str]:
         config = RewardModelConfig(**{"model_path": str(folder), "tensor_parallel_size": 2, **args})
         return [*map(str, config.problems())]

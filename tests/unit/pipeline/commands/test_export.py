@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,11 @@ from roll.models.adapter_files import ADAPTER_CONFIG
 from roll.models.lora import PREFIX, LoraSpec
 from roll.pipeline.commands.exporting import num_bytes
 from roll.tracking.checkpointer import Checkpointer
+from tests.support.cli import refused
 from tests.support.lines import write_lines
 from tests.support.trainers import make_batch, make_context
+from tests.unit.pipeline.test_imports import COMMAND
+from tests.unit.pipeline.test_imports import run as in_a_process
 
 ADAPTER = LoraSpec(rank=3, alpha=7, targets=("q_proj", "down_proj"))
 TRAINED = {
@@ -194,39 +195,27 @@ def test_an_adapter_of_a_reward_model_becomes_a_classifier(runs, model, tmp_path
     assert len(adapted) == 4, "the adapter has learnt"
 
 
-def test_exporting_needs_neither_ray_nor_a_gpu(runs, tmp_path):
-    code = (
-        "import sys; from roll.__main__ import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or any(name == 'ray' or name.startswith('ray.') for name in sys.modules))"
-    )
-    words = ["export", str(runs["reward-shards"][0]), "-o", str(tmp_path / "out")]
-    subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, timeout=60)
-
-
-def refused(capsys: Any, *words: object) -> str:
-    assert export(*words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("roll export: ")
-    return error
+def test_exporting_needs_no_ray(runs, tmp_path):
+    assert "ray" not in in_a_process(COMMAND, "export", runs["reward-shards"][0], "-o", tmp_path / "out")[2]
 
 
 def test_what_cannot_be_exported_is_refused(runs, model, tmp_path, capsys):
     out = ("-o", tmp_path / "out")
-    assert "no adapter in it" in refused(capsys, runs["reward"][0], *out, "--merge-adapter")
-    assert "no such folder" in refused(capsys, tmp_path / "absent", *out)
-    assert "neither a model" in refused(capsys, runs["reward"][0], *out, "--role", "critic")
-    assert "a plain model" in refused(capsys, model, *out, "--role", "critic")
-    assert "500MB or 4GiB" in refused(capsys, model, *out, "--max-shard-size", "much")
-    assert "the folder of what is exported" in refused(capsys, model, "-o", model, "--overwrite")
+    assert "no adapter in it" in refused(capsys, "export", runs["reward"][0], *out, "--merge-adapter")
+    assert "no such folder" in refused(capsys, "export", tmp_path / "absent", *out)
+    assert "neither a model" in refused(capsys, "export", runs["reward"][0], *out, "--role", "critic")
+    assert "a plain model" in refused(capsys, "export", model, *out, "--role", "critic")
+    assert "500MB or 4GiB" in refused(capsys, "export", model, *out, "--max-shard-size", "much")
+    assert "the folder of what is exported" in refused(capsys, "export", model, "-o", model, "--overwrite")
     adapter = (runs["adapter"][0], *out, "--merge-adapter", "--base")
-    assert "no such folder" in refused(capsys, *adapter, tmp_path / "absent")
+    assert "no such folder" in refused(capsys, "export", *adapter, tmp_path / "absent")
     other = shutil.copytree(model, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file(weights | {name: weights[name][:, 1:].contiguous()}, other / "model.safetensors")
-    assert f"{name}: got shape" in refused(capsys, *adapter, other)
+    assert f"{name}: got shape" in refused(capsys, "export", *adapter, other)
     save_file({key: one for key, one in weights.items() if key != name}, other / "model.safetensors")
-    assert f"no {name} in it" in refused(capsys, *adapter, other)
+    assert f"no {name} in it" in refused(capsys, "export", *adapter, other)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
@@ -249,13 +238,13 @@ def test_a_configuration_that_is_not_the_adapters_is_refused(runs, tmp_path, cap
     folder = shutil.copytree(runs["adapter"][0] / "checkpoints" / "checkpoint-7" / "actor_train", tmp_path / "adapter")
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | change))
-    assert reason in refused(capsys, folder, "-o", tmp_path / "out", "--merge-adapter")
+    assert reason in refused(capsys, "export", folder, "-o", tmp_path / "out", "--merge-adapter")
 
 
 def test_a_folder_that_is_there_stays_unless_asked(model, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    assert "--overwrite" in refused(capsys, model, "-o", tmp_path / "out")
+    assert "--overwrite" in refused(capsys, "export", model, "-o", tmp_path / "out")
     assert (tmp_path / "out" / "mine").exists()
     assert export(model, "-o", tmp_path / "out", "--overwrite", "--dtype", "fp16") == 0
     assert not (tmp_path / "out" / "mine").exists()
@@ -266,7 +255,7 @@ def test_a_folder_that_is_there_stays_unless_asked(model, tmp_path, capsys):
 @pytest.mark.parametrize("folder", [".", "/", ""])
 def test_a_folder_that_cannot_be_replaced_is_refused(model, tmp_path, monkeypatch, capsys, folder):
     monkeypatch.chdir(tmp_path)
-    assert "got the working folder or" in refused(capsys, model, "-o", folder, "--overwrite")
+    assert "got the working folder or" in refused(capsys, "export", model, "-o", folder, "--overwrite")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -275,7 +264,7 @@ def test_a_damaged_checkpoint_is_refused(runs, tmp_path, capsys):
     with (checkpoint / "actor_train" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x55")
-    assert "has checksum" in refused(capsys, checkpoint, "-o", tmp_path / "out")
+    assert "has checksum" in refused(capsys, "export", checkpoint, "-o", tmp_path / "out")
 
 
 def test_weights_without_their_float32_are_widened_and_that_is_said(runs, tmp_path, capsys):
@@ -287,11 +276,9 @@ def test_weights_without_their_float32_are_widened_and_that_is_said(runs, tmp_pa
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), {key: one.float() for key, one in stored.items()})
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [("1000", 1000), ("500MB", 5 * 10**8), ("4GiB", 4 * 2**30), ("1.5 g", 15 * 10**8)]
-)
-def test_sizes(size, expected):
-    assert num_bytes(size) == expected
+def test_sizes():
+    written = {"1000": 1000, "500MB": 5 * 10**8, "4GiB": 4 * 2**30, "1.5 g": 15 * 10**8}
+    assert {size: num_bytes(size) for size in written} == written
 
 
 @pytest.mark.parametrize("size", ["", "0", "GB", "-1GB", "4 apples"])

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from safetensors.torch import save_file
 
 from roll.__main__ import main
 from roll.data.renderer import ChatRenderer
@@ -107,8 +108,6 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*_proj", ["model.layers.0.self_attn.q_proj"]])
 def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path, targets):
-    from safetensors.torch import save_file
-
     tensors, merged = make_adapter(model, seed=3)
     folder = tmp_path / "adapter"
     folder.mkdir()

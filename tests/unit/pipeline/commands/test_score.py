@@ -1,22 +1,17 @@
 """``roll score``: any answers, any verifiers, nothing heavy for rules, and no failure that looks like a 0."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from roll.pipeline.commands.scoring import _written
-from roll.pipeline.prompts import accuracy_metrics
 from roll.pipeline.rollouts import trajectory_record
 from roll.rewards import VERIFIERS
-from roll.rewards.accuracy import Tally
-from roll.rewards.types import RewardResult
 from roll.utils.registry import PLUGINS
 from tests.support.cli import call, refused
 from tests.support.lines import read_lines as read
-from tests.unit.pipeline.rlvr.test_metrics import answer, group
+from tests.unit.pipeline.rlvr.test_metrics import answer
 
 LETTERS = "tests.support.scoring:Letters"
 SUMS = [
@@ -153,41 +148,14 @@ def test_a_model_that_cannot_score_is_told_without_a_traceback(rows, model, caps
     assert reason in refused(capsys, "score", rows("a.jsonl", SUMS[:1]), "--verifier", *words)
 
 
-def test_figures_are_those_of_a_runs_evaluation():
-    groups = [
-        group(answer(0.25, True, "1"), answer(0.5, False, "2"), answer(1.0, True, "1"), answer(0.0, False, None)),
-        group(answer(0.0, False, "1"), answer(0.75, False, "2"), answer(0.0, True, "3"), answer(0.1, True, "3")),
-    ]
-    tally = Tally()
-    for number, each in enumerate(groups):
-        for episode in each.trajectories:
-            tally.add(number, RewardResult(episode.score, episode.success, episode.turns[-1].action))
-    found = tally.summary()
-    expected = accuracy_metrics(groups, 4, "x")
-    assert {f"x/{name}": value for name, value in found.items() if "@" in name} == pytest.approx(expected)
-    assert found["accuracy"] == pytest.approx(expected["x/mean@4"]) and "x/worst@2" in expected
-
-
 MINE = """
-import asyncio, time
-
 from roll.rewards import RuleVerifier, VERIFIERS, RewardResult
 
 
-def plain(data_source, solution_str, ground_truth, extra_info, unit=1.0):
-    while solution_str == "slow":
-        time.sleep(1)
-    score = unit * len(solution_str)
-    return {"score": score, "level": extra_info["level"], "why": f"{data_source} is {len(solution_str)} long"}
-
-
-def of_lists(data_sources, solution_strs, ground_truths, extra_infos):
-    return [{"score": len(text), "together": len(solution_strs)} for text in solution_strs]
-
-
-async def awaited(data_source, solution_str, ground_truth, extra_info):
-    await asyncio.sleep(9 if solution_str == "slow" else 0.05)
-    return len(solution_str) / 2
+def lengths(data_sources, solution_strs, ground_truths, extra_infos, unit=1.0):
+    sizes = [len(text) for text in solution_strs]
+    scores = [unit * size + info["level"] for size, info in zip(sizes, extra_infos)]
+    return [{"score": score, "size": size, "why": f"{size} long"} for score, size in zip(scores, sizes)]
 
 
 class Backwards(RuleVerifier):
@@ -200,61 +168,26 @@ VERIFIERS.register("from_mine", f"{__file__}:Backwards")
 """
 
 
-@pytest.fixture
-def scores(rows, tmp_path, monkeypatch, capsys) -> Callable[..., list[dict[str, Any]]]:
-    """``scores(verifiers, *answers, rewards keys, top=…)`` are those of ``roll score`` with a file that says so."""
+def test_a_file_of_ones_own_has_functions_classes_and_plugins_beside_the_configuration(
+    rows, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text(
+        "plugins: [mine.py]\n"
+        "rewards:\n"
+        "  own:\n"
+        "    tag_included: [a]\n"
+        "    verifiers:\n"
+        "    - {name: custom, args: {path: 'mine.py:lengths', batch: true, batch_size: 2, kwargs: {unit: 0.25}}}\n"
+        "    - {name: 'mine.py:Backwards', weight: 10, decides: true}\n"
+        "    - {name: from_mine, weight: 100}\n"
+    )
     monkeypatch.setattr(VERIFIERS, "_entries", dict(VERIFIERS._entries))
     monkeypatch.setenv(PLUGINS, "")
     monkeypatch.chdir(tmp_path)
-
-    def score(verifiers: str, *answers: str, keys: str = "", top: str = "", code: int = 0) -> list[dict[str, Any]]:
-        Path("run.yaml").write_text(f"{top}\nrewards:\n  a: {{tag_included: [a], {keys} verifiers: {verifiers}}}\n")
-        asked = [{"tag": "a", "level": 2, "solution": "ba", "answers": list(answers)}]
-        call(capsys, "score", rows("answers.jsonl", asked), "--config", "./run.yaml", "-o", "scores.jsonl", code=code)
-        return read("scores.jsonl")[0]["scores"]
-
-    return score
-
-
-def test_a_function_in_a_file_with_arguments_a_score_that_is_enough_and_more_to_tell(scores):
-    (found,) = scores("[{name: custom, args: {path: 'mine.py:plain'}}]", "ab")
-    assert (found["score"], found["correct"]) == (2.0, True)
-    assert found["parts"] == {"custom/score": 2.0, "custom/level": 2.0}
-    assert found["notes"] == {"custom/why": "a is 2 long"}
-    more = "[{name: custom, weight: 3, args: {path: 'mine.py:plain', kwargs: {unit: 0.25}, success_score: 0.6}}]"
-    (found,) = scores(more, "ab")
-    assert (found["score"], found["correct"]) == (3 * 0.25 * 2, False)
-
-
-@pytest.mark.parametrize(("size", "together"), [(2, {1.0, 2.0}), (3, {3.0})])
-def test_a_function_of_lists(scores, size, together):
-    keys = f"{{path: 'mine.py:of_lists', batch: true, batch_size: {size}, batch_wait: 0.3}}"
-    found = scores(f"[{{name: custom, args: {keys}}}]", "a", "ab", "abc")
-    assert [each["score"] for each in found] == [1.0, 2.0, 3.0]
-    assert {each["parts"]["custom/together"] for each in found} == together
-
-
-def test_functions_that_take_too_long_fail_or_have_the_score_for_it(scores):
-    awaited = "[{name: custom, args: {path: 'mine.py:awaited'}}]"
-    limits = "timeout: 0.3, retries: 0,"
-    good, late = scores(awaited, "ab", "slow", keys=limits, code=1)
-    assert good["score"] == 1.0 and "longer than 0.3 s" in late["error"]
-    limits += " timeout_score: -0.5,"
-    good, late = scores(awaited, "ab", "slow", keys=limits)
-    assert (good["score"], late["score"], late["correct"]) == (1.0, -0.5, False)
-    good, late = scores(awaited.replace("awaited", "plain"), "ab", "slow", keys=limits)
-    assert (good["score"], late["score"], late["parts"]["custom/timeout"]) == (2.0, -0.5, 1.0)
-
-
-@pytest.mark.parametrize(("name", "top"), [("mine.py:Backwards", ""), ("from_mine", "plugins: [mine.py]")])
-def test_a_class_in_a_file_and_a_name_of_a_plugin(scores, name, top):
-    right, wrong = scores(f"[{{name: '{name}'}}]", "ab", "ba", top=top)
-    assert (right["score"], right["answer"], wrong["score"]) == (1.0, "ba", 0.0)
-
-
-@pytest.mark.parametrize(("decides", "correct"), [("null", [True, True]), ("true", [False, True])])
-def test_who_decides(scores, decides, correct):
-    own = "{name: custom, args: {path: 'mine.py:plain'}}"
-    found = scores(f"[{own}, {{name: 'mine.py:Backwards', decides: {decides}}}]", "ba", "ab")
-    assert [each["correct"] for each in found] == correct
+    asked = [{"tag": "a", "level": 2, "solution": "ba", "answers": ["ab", "ba", "abcd"]}]
+    call(capsys, "score", rows("answers.jsonl", asked), "--config", "./run.yaml", "-o", "scores.jsonl")
+    found = read("scores.jsonl")[0]["scores"]
+    told = [(each["score"], each["correct"], each["answer"]) for each in found]
+    assert told == [(112.5, True, "ba"), (2.5, False, "ab"), (3.0, False, "dcba")]
+    assert found[0]["parts"]["custom/size"] == 2.0 and found[0]["notes"] == {"custom/why": "2 long"}
