@@ -6,6 +6,8 @@ from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifi
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier
 from roll.rewards.types import Sample
 
+CHOICES = MultipleChoiceVerifier(MultipleChoiceConfig())
+NUMBERS = FinalAnswerVerifier(FinalAnswerConfig())
 QUESTION = """Which of these cities is the capital of France?
 A) Not London
 B) Paris
@@ -79,33 +81,26 @@ NO_CHOICE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def verifier() -> MultipleChoiceVerifier:
-    return MultipleChoiceVerifier(MultipleChoiceConfig())
-
-
-@pytest.mark.parametrize("response", CHOSEN)
-def test_a_choice_is_read_as_models_write_it(verifier, response):
-    assert verifier.check(Sample(QUESTION, response, "B", "tag")).answer == "B"
-
-
-@pytest.mark.parametrize("response", NO_CHOICE)
-def test_several_letters_and_doubts_are_no_choice(verifier, response):
-    found = verifier.check(Sample(QUESTION, response, "B", "tag"))
-    assert found.answer is None and not found.correct
-
-
 @pytest.mark.parametrize(
     ("response", "letter"),
     [
+        *((response, "B") for response in CHOSEN),
+        # The words of an option may say anything.
         ("The answer is A) Not London.", "A"), ("Answer: C. It is not possible to say, or none of A and B", "C"),
         ("<answer>C) It is not possible to say</answer>", "C"), ("Answer: E. 5 cm", "E"),
         ("The answer is A because it is.", "A"), ("Answer: A. No.\nAnswer: C", "C"), ("The answer is: option D", "D"),
         ("<think>Answer: A</think><answer>(J)</answer>", "J"),
     ],
 )  # fmt: skip
-def test_the_words_of_an_option_may_say_anything(verifier, response, letter):
-    assert verifier.check(Sample(QUESTION, response, letter, "tag")).correct
+def test_a_choice_is_read_as_models_write_it(response, letter):
+    found = CHOICES.check(Sample(QUESTION, response, letter, "tag"))
+    assert (found.answer, found.correct) == (letter, True)
+
+
+@pytest.mark.parametrize("response", NO_CHOICE)
+def test_several_letters_and_doubts_are_no_choice(response):
+    found = CHOICES.check(Sample(QUESTION, response, "B", "tag"))
+    assert (found.answer, found.correct) == (None, False)
 
 
 SENTENCES = {
@@ -154,8 +149,8 @@ SENTENCES = {
 @pytest.mark.parametrize(
     ("response", "letter"), [(response, letter) for letter, responses in SENTENCES.items() for response in responses]
 )
-def test_letters_in_sentences_are_a_choice_where_words_state_them(verifier, response, letter):
-    chosen = verifier.extract(response)
+def test_letters_in_sentences_are_a_choice_where_words_state_them(response, letter):
+    chosen = CHOICES.extract(response)
     assert chosen == letter or (letter.startswith("not") and chosen != letter[-1])
 
 
@@ -194,35 +189,20 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def number_verifier() -> FinalAnswerVerifier:
-    return FinalAnswerVerifier(FinalAnswerConfig())
+def scored(response: str, truth: object = "9 * 2 = 18\n#### 18") -> bool:
+    return NUMBERS.check(Sample(SUM_QUESTION, response, truth, "tag")).correct
 
 
-def scored(verifier: FinalAnswerVerifier, response: str, truth: object = "9 * 2 = 18\n#### 18") -> bool:
-    return verifier.check(Sample(SUM_QUESTION, response, truth, "tag")).correct
+@pytest.mark.parametrize(("text", "is_18"), [*((text, True) for text in EIGHTEEN), *((text, False) for text in OTHERS)])
+def test_a_number_is_read_as_models_write_it_and_what_says_something_else_of_it_is_another_answer(text, is_18):
+    assert scored(f"So 9 * 2 = 18.\n#### {text}") is is_18
+    assert scored(f"<answer>{text}</answer>", 18) is is_18
 
 
-@pytest.mark.parametrize("text", EIGHTEEN)
-def test_a_number_is_read_as_models_write_it(number_verifier, text):
-    assert scored(number_verifier, f"So 9 * 2 = 18.\n#### {text}") and scored(
-        number_verifier, f"<answer>{text}</answer>", 18
-    )
-
-
-@pytest.mark.parametrize("text", OTHERS)
-def test_what_says_something_else_of_a_number_is_another_answer(number_verifier, text):
-    assert not scored(number_verifier, f"So 9 * 2 = 18.\n#### {text}") and not scored(
-        number_verifier, f"<answer>{text}</answer>", 18
-    )
-
-
-def test_a_number_that_is_taken_back_is_no_answer(number_verifier):
-    assert scored(number_verifier, "#### 18\nI hope that this helps.")
-    assert not scored(number_verifier, "#### 18\nCorrection: 19")
-    assert not scored(number_verifier, "#### 18\nWait, that's wrong.") and not scored(
-        number_verifier, "#### 18\n\nThat is not right."
-    )
+def test_a_number_that_is_taken_back_is_no_answer():
+    assert scored("#### 18\nI hope that this helps.")
+    for response in ("#### 18\nCorrection: 19", "#### 18\nWait, that's wrong.", "#### 18\n\nThat is not right."):
+        assert not scored(response)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +213,8 @@ def test_a_number_that_is_taken_back_is_no_answer(number_verifier):
         ("#### 0.50", 0.5), ("#### 5 miles per hour", "5 miles per hour"), ("#### 5", "$5"),
     ],
 )  # fmt: skip
-def test_numbers_are_read_whole_and_exactly(number_verifier, response, truth):
-    assert scored(number_verifier, response, truth)
+def test_numbers_are_read_whole_and_exactly(response, truth):
+    assert scored(response, truth)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +241,5 @@ def test_the_last_number_of_prose_counts_where_nothing_hedges_it(response, numbe
         ("18 marbles, but he lost one", False), ("if she sold all, 18", False),
     ],
 )  # fmt: skip
-def test_units_and_sentences_around_a_final_number(number_verifier, text, is_18):
-    sample = Sample("", f"<answer>{text}</answer>", "18", "tag")
-    assert number_verifier.check(sample).correct is is_18
+def test_units_and_sentences_around_a_final_number(text, is_18):
+    assert NUMBERS.check(Sample("", f"<answer>{text}</answer>", "18", "tag")).correct is is_18
