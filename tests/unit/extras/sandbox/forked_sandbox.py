@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,11 @@ from roll.rewards import Sample
 class ForkedSandbox(Sandbox):
     """Takes the place of ``Sandbox``; outputs are not bounded, and time by the tester's own limit alone."""
 
-    def __init__(self, **_: Any) -> None:
-        self.runs = 0
+    def __init__(self, **_: Any) -> None: ...
 
     async def _run(
         self, mode: str, source: str, stdin: bytes, limits: SandboxLimits, provided: Mapping[str, str] | None
     ) -> SandboxResult:
-        self.runs += 1
         server = _server()
         assert server.stdin and server.stdout
         marshal.dump((mode, source, stdin, limits.output_kb << 10, dict(provided or {})), server.stdin)
@@ -86,7 +84,6 @@ def _become(mode: str, source: str, given: int, out: int, max_bytes: int, provid
         os._exit(code)
 
 
-@contextmanager
 def forked(**args: Any):
     """The verifier of code on such a sandbox, as a function of a row and a program to the score."""
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +96,7 @@ def forked(**args: Any):
         sample = Sample(prompt="?", response=response, ground_truth=tests, data_source="code", extra_info=extra or {})
         return (await verifier.score(sample)).score
 
-    yield score
+    return score
 
 
 if __name__ == "__main__":

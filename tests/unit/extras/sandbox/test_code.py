@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from roll.extras.sandbox.code_blocks import Asked
 from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.extras.sandbox.harness import decode, encode
-from roll.extras.sandbox.pool import Sandbox, SandboxLimits
+from roll.extras.sandbox.pool import Sandbox
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier, extract_code, same_output, same_value
-from roll.rewards import VERIFIERS, RewardResult, Sample
+from roll.rewards import VERIFIERS, Sample
 from roll.rewards.types import SandboxUnavailableError
 from tests.support.examples import examples
 from tests.support.lines import read_lines
@@ -33,11 +33,10 @@ def isolation():
         pytest.skip(f"nothing isolates programs here: {error}")
 
 
-def score(code: str | None, tests: object, extra: dict | None = None, **args) -> RewardResult:
+def score(code: str | None, tests: object, extra: dict | None = None, limits: dict | None = None, **args):
     response = "No idea." if code is None else f"Here it is:\n```python\n{code}\n```\nDone."
-    sample = Sample(prompt="?", response=response, ground_truth=tests, data_source="code", extra_info=extra or {})
-    verifier = CodeVerifier(CodeConfig(**{"limits": SandboxLimits(**LIMITS), **args}))
-    return asyncio.run(verifier.score(sample))
+    sample = Sample("?", response, tests, "code", extra_info=extra or {})
+    return asyncio.run(CodeVerifier(CodeConfig(limits=LIMITS | (limits or {}), **args)).score(sample))
 
 
 # --- honest programs --------------------------------------------------------------------------------------------------
@@ -75,10 +74,9 @@ def test_the_score_can_be_the_share_of_tests():
 @pytest.mark.parametrize("ending", ["while True: pass", "os._exit(0)", "sys.exit(0)", "os.kill(os.getpid(), 9)"])
 def test_a_test_that_ends_the_program_costs_that_test_only(ending):
     code = f"import os, sys\ndef f(n):\n    if n == 1:\n        {ending}\n    return n"
-    tests = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
-    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 2})
-    assert score(code, tests, partial=True, limits=limits).score == 0.75
-    assert score(code, [f"assert f({n}) == {n}" for n in range(4)], partial=True, limits=limits).score == 0.75
+    calls = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
+    for tests in (calls, [f"assert f({n}) == {n}" for n in range(4)]):
+        assert score(code, tests, limits={"wall_seconds": 2}, partial=True).score == 0.75
 
 
 def test_tests_can_be_limited_and_in_another_column():
@@ -94,13 +92,12 @@ def test_tests_can_be_limited_and_in_another_column():
 )
 def test_forms_of_public_datasets_in_the_sandbox(name):
     form = next(form for form in FORMS if form.name == name)
-    args = {"limits": SandboxLimits(**{**LIMITS, **form.args.get("limits", {})})}
-    assert score(form.right[0], form.tests, form.extra, **args).score == 1.0
-    assert score(form.wrong[0], form.tests, form.extra, **args).score == 0.0
+    assert score(form.right[0], form.tests, form.extra, **form.args).score == 1.0
+    assert score(form.wrong[0], form.tests, form.extra, **form.args).score == 0.0
 
 
 def test_an_open_block_counts_where_the_response_was_not_cut_off():
-    verifier = CodeVerifier(CodeConfig(limits=SandboxLimits(**LIMITS)))
+    verifier = CodeVerifier(CodeConfig(limits=LIMITS))
     for truncated, expected in ((False, 1.0), (True, 0.0)):
         sample = Sample("?", f"```python\n{ADD}", ADD_TESTS, "code", truncated=truncated)
         assert asyncio.run(verifier.score(sample)).score == expected
@@ -108,9 +105,8 @@ def test_an_open_block_counts_where_the_response_was_not_cut_off():
 
 def test_total_time_is_bounded():
     tests = [{"input": str(n), "output": "1"} for n in range(50)]
-    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 0.5})
-    verdict = score("import time\ntime.sleep(9)", tests, partial=True, limits=limits, total_timeout=1.2)
-    assert verdict.score == 0.0
+    limits = {"wall_seconds": 0.5}
+    assert score("import time\ntime.sleep(9)", tests, limits=limits, partial=True, total_timeout=1.2).score == 0.0
 
 
 def test_columns_with_setup_and_entry_point():
@@ -147,8 +143,8 @@ def test_assertions_see_values_objects_and_exceptions_of_the_program(code, tests
 
 _WRITE_ANSWERS = """
 import json, os, sys, time
-def write(text):
-    for descriptor in range(3, 64):
+def write(text, first=3):
+    for descriptor in range(first, 64):
         try:
             os.write(descriptor, text)
         except OSError:
@@ -201,22 +197,14 @@ import os
 print('{"load": null}\\n{"ok": true}\\n{"ok": true}', flush=True)
 os._exit(0)
 """,
-    "writes_to_all_descriptors": """
-import os
-for n in range(64):
-    try:
-        os.write(n, b'{"load": null}\\n{"ok": true}\\n{"value": 3}\\n{"ok": true}\\n')
-    except OSError:
-        pass
+    "writes_to_all_descriptors": _WRITE_ANSWERS
+    + """
+write(b'{"load": null}\\n{"ok": true}\\n{"value": 3}\\n{"ok": true}\\n', first=0)
 def add(a, b): return -1
 """,
-    "forges_answers": """
-import os
-for n in range(3, 64):
-    try:
-        os.write(n, b'{"names": {"add": 0}}\\n' + b'{"value": {"ok": true}}\\n' * 9)
-    except OSError:
-        pass
+    "forges_answers": _WRITE_ANSWERS
+    + """
+write(b'{"names": {"add": 0}}\\n' + b'{"value": {"ok": true}}\\n' * 9)
 def add(a, b): return -1
 """,
     "kills_the_tester": "import os\nos.kill(os.getppid(), 9)\ndef add(a, b): return -1",
@@ -291,9 +279,7 @@ KINDS = {
     ],
 )
 def test_forgeries_score_nothing(forgery, kind):
-    verdict = score(
-        FORGERIES[forgery], KINDS[kind], partial=True, limits=SandboxLimits(**{**LIMITS, "wall_seconds": 0.5})
-    )
+    verdict = score(FORGERIES[forgery], KINDS[kind], limits={"wall_seconds": 0.5}, partial=True)
     assert (verdict.score, verdict.correct) == (0.0, False)
 
 
@@ -304,34 +290,7 @@ def test_programs_cannot_read_or_claim_the_expected_output():
         assert score(code, PROGRAM_TESTS, partial=True).score == 0.0, code
 
 
-# --- malformed rows ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        (None, "tests: got None"),
-        ([], r"tests: got \[\]"),
-        (7, "tests: got 7"),
-        ([{"input": "1"}], "expected one of stdout and output"),
-        ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
-        ([{"input": 1, "output": "2"}], r"tests\[0\].input: got 1, expected text"),
-        ({"inputs": [[1]], "outputs": []}, "lists of one length"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: got 1, expected the list"),
-        ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: got 'f\(\); g'"),
-        ({"wrong": 1}, "got the key 'wrong', which is not understood"),
-        (["assert f(1 ="], "got code that does not parse"),
-        ({"test": 3}, "tests.test: got 3, expected a list of tests"),
-        ("", "never uses the program, so any program passes"),
-        ([""], "never uses the program"),
-        ({"test": HUMAN_EVAL["test"]}, r"never uses the program.* check\(candidate\) with its entry_point"),
-        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "never uses the program"),
-        (["import math", "assert 1 == 1"], "never uses the program"),
-    ],
-)
-def test_malformed_tests_are_errors_and_no_zero(tests, message):
-    with pytest.raises(ValueError, match=message):
-        score(ADD, tests)
+# --- rows that cannot be tried; test_code_forms has those that are not understood -------------------------------------
 
 
 def test_tests_that_need_a_missing_module_are_an_error():

@@ -11,7 +11,7 @@ import pytest
 from roll.extras.sandbox.code_tests import CallTest, parse_tests
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import Sample
-from tests.unit.extras.sandbox.code_forms import ADD, EURUS, FORMS, IO, LCB_COLUMN, private
+from tests.unit.extras.sandbox.code_forms import ADD, CHECK, EURUS, FORMS, IO, LCB_COLUMN, private
 from tests.unit.extras.sandbox.forked_sandbox import forked
 
 
@@ -19,11 +19,11 @@ async def _wrong_scores(forms, wrong):
     """Where a right program does not score, or a wrong one does."""
     failures = []
     for form in forms:
-        with forked(**form.args) as score:
-            for wanted, programs in ((1.0, form.right), (0.0, form.wrong[wrong])):
-                for program in programs:
-                    seen = await score(program, form.tests, form.extra)
-                    failures += [] if seen == wanted else [(form.name, program, seen)]
+        score = forked(**form.args)
+        for wanted, programs in ((1.0, form.right), (0.0, form.wrong[wrong])):
+            for program in programs:
+                seen = await score(program, form.tests, form.extra)
+                failures += [] if seen == wanted else [(form.name, program, seen)]
     return failures
 
 
@@ -67,14 +67,33 @@ def test_further_wrong_programs_score_in_no_form():
         (base64.b64encode(zlib.compress(pickle.dumps([1, 2]))).decode(), "compressed tests .* a pickle with"),
         (base64.b64encode(zlib.compress(pickle.dumps(print))).decode(), "compressed tests .* a pickle with"),
         (private(LCB_COLUMN)[:-40], "compressed tests that cannot be read"),
+        (None, "tests: got None"),
+        ([], r"tests: got \[\]"),
+        (7, "tests: got 7"),
+        ([{"input": "1"}], "expected one of stdout and output"),
+        ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
+        ([{"input": 1, "output": "2"}], r"tests\[0\].input: got 1, expected text"),
+        ({"inputs": [[1]], "outputs": []}, "lists of one length"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: got 1, expected the list"),
+        ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: got 'f\(\); g'"),
+        ({"wrong": 1}, "got the key 'wrong', which is not understood"),
+        (["assert f(1 ="], "got code that does not parse"),
+        ({"test": 3}, "tests.test: got 3, expected a list of tests"),
+        ("", "never uses the program, so any program passes"),
+        ([""], "never uses the program"),
+        ({"test": CHECK}, r"never uses the program.* check\(candidate\) with its entry_point"),
+        ({"test": "METADATA = {'author': None}\n" + CHECK}, "never uses the program"),
+        (["import math", "assert 1 == 1"], "never uses the program"),
     ],
 )
 def test_what_is_not_understood_is_an_error_of_the_row(tests, message):
     with pytest.raises(ValueError, match=message):
         parse_tests(tests)
-    row = Sample(prompt="?", response="", ground_truth=json.loads(json.dumps(tests)), data_source="code")
+    row = Sample("?", "", json.loads(json.dumps(tests)), "code")
     with pytest.raises(ValueError, match=message):
         CodeVerifier.check_row(CodeConfig(), row)
+    with pytest.raises(ValueError, match=message):  # and no zero
+        asyncio.run(forked()(ADD, tests))
 
 
 def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatch):
@@ -98,18 +117,14 @@ def test_values_and_arguments_are_read_as_they_are_written():
 
 @pytest.mark.parametrize("partial", [False, True])
 async def test_wrapped_values_are_read_in_one_way_throughout(partial):
-    tests = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}
-
+    tests, score = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}, forked(partial=partial)
     mixed = "def f(n):\n    return n if n == 1 else [n]\n"
-    with forked(partial=partial) as score:
-        found = [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)]
+    found = [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)]
     assert found == [1.0, pytest.approx(2 / 3) if partial else 0.0]
 
 
 async def test_code_that_asks_nothing_is_no_test_of_its_own():
     suite = parse_tests(["import math", "assert math.floor(add(1, 2)) == 3", "assert True"])
     assert [test.code for test in suite.tests] == ["assert math.floor(add(1, 2)) == 3\nassert True"]
-
-    with forked(partial=True) as score:
-        found = [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")]
-    assert found == [1.0, 0.0]
+    score = forked(partial=True)
+    assert [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")] == [1.0, 0.0]

@@ -29,8 +29,8 @@ def scores(cases, **args):
     """The scores of (tests, program) and (tests, program, other columns)."""
 
     async def run():
-        with forked(partial=True, **args) as score:
-            return [await score(program, tests, *extra) for tests, program, *extra in cases]
+        score = forked(partial=True, **args)
+        return [await score(program, tests, *extra) for tests, program, *extra in cases]
 
     return asyncio.run(run())
 
@@ -289,22 +289,14 @@ ROWS = {
     "unittest": UNITTEST.format("add(1, 2)"),
     "pytest": "import pytest\nfrom solution import add\ndef test_it():\n    assert add(1, 2) == pytest.approx(3)\n",
 }
+ENDINGS = [
+    *("raise AssertionError", "raise SystemExit(0)", "raise KeyboardInterrupt", "raise GeneratorExit", "quit()"),
+    *("raise StopIteration", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.abort()"),
+    *("return [0] * 10**15", "yield 3", "import unittest; raise unittest.SkipTest", "return range(10**18)"),
+    *("return float('nan')", "return str(a + b)", "return True", "return [a + b, a + b]", "return None"),
+]
 SNEAKY = {
-    **{
-        ending: f"def add(a, b):\n    {ending}\n"
-        for ending in (
-            *(
-                "raise AssertionError",
-                "raise SystemExit(0)",
-                "raise KeyboardInterrupt",
-                "raise GeneratorExit",
-                "quit()",
-            ),
-            *("raise StopIteration", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.abort()"),
-            *("return [0] * 10**15", "yield 3", "import unittest; raise unittest.SkipTest", "return range(10**18)"),
-            *("return float('nan')", "return str(a + b)", "return True", "return [a + b, a + b]", "return None"),
-        )
-    },
+    **{ending: f"def add(a, b):\n    {ending}\n" for ending in ENDINGS},
     "atexit": f"import atexit, os\natexit.register(lambda: os._exit(0))\n{BAD}",
     "thread": f"import threading\nthreading.Thread(target=lambda: None, daemon=True).start()\n{BAD}",
     "trace": f"import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\n{BAD}",
