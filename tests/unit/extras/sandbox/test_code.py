@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.extras.sandbox.code_blocks import Asked
-from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.extras.sandbox.harness import decode, encode
 from roll.extras.sandbox.pool import Sandbox
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier, extract_code, same_output, same_value
@@ -18,10 +17,9 @@ from roll.rewards import VERIFIERS, Sample
 from roll.rewards.types import SandboxUnavailableError
 from tests.support.examples import examples
 from tests.support.lines import read_lines
-from tests.unit.extras.sandbox.code_forms import FORMS
+from tests.unit.extras.sandbox.code_forms import ADD, CHECK, FORMS, PROGRAM, SUBTRACT
 
 LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}
-ADD = "def add(a, b):\n    return a + b\n"
 ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 
@@ -41,13 +39,9 @@ def score(code: str | None, tests: object, extra: dict | None = None, limits: di
 
 # --- honest programs --------------------------------------------------------------------------------------------------
 
-PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 PROGRAM_TESTS = [{"input": "1 2\n", "output": "3\n"}, {"stdin": "5 -7", "stdout": "-2"}]
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["a", "b"]], "outputs": [3, [1, 2], "ab"]}
-HUMAN_EVAL = {
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n",
-    "entry_point": "add",
-}
+HUMAN_EVAL = {"test": CHECK, "entry_point": "add"}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +106,7 @@ def test_total_time_is_bounded():
 def test_columns_with_setup_and_entry_point():
     extra = {"test_setup_code": "offset = 10", "entry_point": "add"}
     assert score(ADD, ["assert add(1, 2) + offset == 13"], extra).correct
-    assert score(ADD, HUMAN_EVAL["test"], extra).correct
+    assert score(ADD, CHECK, extra).correct
 
 
 @pytest.mark.parametrize(
@@ -141,8 +135,8 @@ def test_assertions_see_values_objects_and_exceptions_of_the_program(code, tests
 
 # --- dishonest programs -----------------------------------------------------------------------------------------------
 
-_WRITE_ANSWERS = """
-import json, os, sys, time
+HELPERS = """
+import gc, json, os, sys, time
 def write(text, first=3):
     for descriptor in range(first, 64):
         try:
@@ -159,32 +153,28 @@ def token():
 """
 FORGERIES = {
     # The answers to come, written before the questions: a load, then a value for whatever is asked.
-    "written_at_load": _WRITE_ANSWERS
-    + """
+    "written_at_load": """
 write(b'{"names": {"add": 0}}\\n' + b'{"value": 3, "args": []}\\n{"value": [1, 2], "args": []}\\n' * 4)
 time.sleep(100)
 """,
-    "written_in_the_call": _WRITE_ANSWERS
-    + """
+    "written_in_the_call": """
 def add(a, b):
     write(json.dumps({"value": a + b, "args": []}).encode() + b"\\n")
     time.sleep(100)
 """,
-    "written_in_the_call_with_its_token_and_gone": _WRITE_ANSWERS
-    + """
+    "written_in_the_call_with_its_token_and_gone": """
 def add(a, b):
     write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
     os._exit(0)
 """,
-    "written_in_the_call_beside_what_it_returns": _WRITE_ANSWERS
-    + """
+    "written_in_the_call_beside_what_it_returns": """
 def add(a, b):
     write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
     return None
 """,
-    "exit": "import sys; sys.exit(0)",
+    "exit": "sys.exit(0)",
     "patched_main": """
-import sys, __main__
+import __main__
 for value in list(vars(__main__).values()):
     if isinstance(value, type):
         for key in ("say", "_run", "run"):
@@ -193,26 +183,22 @@ for value in list(vars(__main__).values()):
 def add(a, b): return -1
 """,
     "prints_a_verdict": """
-import os
 print('{"load": null}\\n{"ok": true}\\n{"ok": true}', flush=True)
 os._exit(0)
 """,
-    "writes_to_all_descriptors": _WRITE_ANSWERS
-    + """
+    "writes_to_all_descriptors": """
 write(b'{"load": null}\\n{"ok": true}\\n{"value": 3}\\n{"ok": true}\\n', first=0)
 def add(a, b): return -1
 """,
-    "forges_answers": _WRITE_ANSWERS
-    + """
+    "forges_answers": """
 write(b'{"names": {"add": 0}}\\n' + b'{"value": {"ok": true}}\\n' * 9)
 def add(a, b): return -1
 """,
-    "kills_the_tester": "import os\nos.kill(os.getppid(), 9)\ndef add(a, b): return -1",
-    "stops_the_tester": "import os\nos.kill(os.getppid(), 19)\ndef add(a, b): return -1",
-    "alarms_the_tester": "import os\nos.kill(os.getppid(), 14)\ndef add(a, b): return -1",
-    "kills_all": "import os\ndef add(a, b): os.kill(-1, 9)",
+    "kills_the_tester": "os.kill(os.getppid(), 9)\ndef add(a, b): return -1",
+    "stops_the_tester": "os.kill(os.getppid(), 19)\ndef add(a, b): return -1",
+    "alarms_the_tester": "os.kill(os.getppid(), 14)\ndef add(a, b): return -1",
+    "kills_all": "def add(a, b): os.kill(-1, 9)",
     "looks_for_expected_values": """
-import gc, sys
 def add(a, b):
     words = ["".join(("ass", "ert add")), "".join(("candi", "date(1"))]  # not to find itself
     seen = [sys.argv]
@@ -228,7 +214,6 @@ def add(a, b):
     return -1
 """,
     "reads_the_plan": """
-import os
 def add(a, b):
     text = b""
     for n in range(3):
@@ -259,9 +244,9 @@ def add(a, b):
         x = [x]
     return x
 """,
-    "never_returns": "import time\ndef add(a, b): time.sleep(1000)",
-    "hangs_at_load": "import time; time.sleep(1000)",
-    "leaves_a_child": "import os\nif os.fork(): os._exit(0)\ndef add(a, b): return -1",
+    "never_returns": "def add(a, b): time.sleep(1000)",
+    "hangs_at_load": "time.sleep(1000)",
+    "leaves_a_child": "if os.fork(): os._exit(0)\ndef add(a, b): return -1",
 }
 KINDS = {
     "assertions": [*ADD_TESTS, "assert math.isclose(add(1, 1), 2)"],
@@ -279,7 +264,7 @@ KINDS = {
     ],
 )
 def test_forgeries_score_nothing(forgery, kind):
-    verdict = score(FORGERIES[forgery], KINDS[kind], limits={"wall_seconds": 0.5}, partial=True)
+    verdict = score(HELPERS + FORGERIES[forgery], KINDS[kind], limits={"wall_seconds": 0.5}, partial=True)
     assert (verdict.score, verdict.correct) == (0.0, False)
 
 
@@ -293,9 +278,14 @@ def test_programs_cannot_read_or_claim_the_expected_output():
 # --- rows that cannot be tried; test_code_forms has those that are not understood -------------------------------------
 
 
-def test_tests_that_need_a_missing_module_are_an_error():
-    with pytest.raises(ValueError, match=r"'no_such_module\.part', which the programs' Python does not have"):
+def test_what_a_row_needs_and_is_not_there_is_an_error():
+    missing = "which the programs' Python does not have"
+    with pytest.raises(ValueError, match=rf"'no_such_module\.part', {missing}"):
         score(ADD, ["import no_such_module.part\nassert add(1, 2) == 3"])
+    with pytest.raises(ValueError, match=rf"'numpy\.linalg', {missing}"):  # its stand-in lacks it
+        score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
+    with pytest.raises(ValueError, match=r"tests_key: got 'cases', expected one of the columns \['other'\]"):
+        score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")
 
 
 EVALPLUS = """import numpy as np
@@ -330,21 +320,6 @@ def test_the_tests_of_evalplus_need_no_numpy(program, expected, right):
     check = f"def check(candidate):\n    assertion(candidate(1.0), {expected!r}, 0)".replace("inf", "np.inf")
     assert score(program, f"{EVALPLUS}\n{calls}\n").correct is right
     assert score(program, f"{EVALPLUS}\n{check}\n", {"entry_point": "f"}).correct is right
-
-
-def test_what_the_stand_in_of_numpy_lacks_and_a_missing_column_are_errors():
-    with pytest.raises(ValueError, match=r"'numpy\.linalg', which the programs' Python does not have"):
-        score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
-    with pytest.raises(ValueError, match=r"tests_key: got 'cases', expected one of the columns \['other'\]"):
-        score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")
-
-
-def test_parsed_tests():
-    assert parse_tests(PROGRAM_TESTS).tests == (ProgramTest("1 2\n", "3\n"), ProgramTest("5 -7", "-2"))
-    assert parse_tests(CALLS).tests[0] == CallTest("add", [1, 2], 3)
-    assert parse_tests(HUMAN_EVAL).tests[0].code.endswith("check(add)\n")
-    assert parse_tests({"test": "assert f() == 1"}, entry_point="f").tests == (CodeTest("assert f() == 1"),)
-    assert isinstance(parse_tests("{'not': json}").tests[0], CodeTest), "it can only fail, with NameError"
 
 
 # --- where the program is ---------------------------------------------------------------------------------------------
@@ -440,30 +415,27 @@ def test_the_program_of_a_reply_is_found(reply):
     assert (found and found.strip()) == (reply["program"] and reply["program"].strip())
 
 
-RIGHT, WRONG = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return a - b\n"
-
-
 @pytest.mark.parametrize(
     "blocks",
     [
-        [RIGHT, WRONG],
-        [RIGHT, RIGHT, WRONG],
-        [f"def plus(a, b):\n    return a + b\n\n{RIGHT}", f"{WRONG}\nplus(1, 2)\n"],
-        [RIGHT, f"class Solution:\n    {WRONG.replace(chr(10), chr(10) + '    ')}\n"],
-        [RIGHT, "add = max\n", WRONG],
+        [ADD, SUBTRACT],
+        [ADD, ADD, SUBTRACT],
+        [f"def plus(a, b):\n    return a + b\n\n{ADD}", f"{SUBTRACT}\nplus(1, 2)\n"],
+        [ADD, f"class Solution:\n    {SUBTRACT.replace(chr(10), chr(10) + '    ')}\n"],
+        [ADD, "add = max\n", SUBTRACT],
     ],
 )
 def test_of_several_candidates_the_last_counts(blocks):
     text = "\nor\n".join(f"```python\n{block}```" for block in blocks)
     assert "return a - b" in extract_code(text, "fence", Asked(frozenset({"add"}))).rpartition("def add")[2]
-    bare = f"{RIGHT}\nIn any case:\n```python\n{WRONG}```\nor else\n\n{RIGHT}"
-    assert extract_code(bare, "fence", Asked(frozenset({"add"}))) == WRONG
+    bare = f"{ADD}\nIn any case:\n```python\n{SUBTRACT}```\nor else\n\n{ADD}"
+    assert extract_code(bare, "fence", Asked(frozenset({"add"}))) == SUBTRACT
 
 
 @pytest.mark.parametrize(
     "piece",
     [
-        *("`", "~", "```\n", "```python\n", "~~~\n", '"""\n', "'''", "# ", "\\", RIGHT, " ", "\t\n", ">>> x\n", "- "),
+        *("`", "~", "```\n", "```python\n", "~~~\n", '"""\n', "'''", "# ", "\\", ADD, " ", "\t\n", ">>> x\n", "- "),
         *("> ", "for in :", "import a, ", "a = ", "a[", "@a(", "</a>", "<answer>", "```a` ", "\r", "````\n```\n"),
         *('```python\n"""\n```\n', "```python\n  x\n```\n", "```python\nimport a\n```\n"),
         "```python\ndef f():\n  pass\n```\n",

@@ -1,6 +1,5 @@
 """The forms of tests that public datasets have: right programs score in each, wrong ones in none."""
 
-import asyncio
 import base64
 import json
 import pickle
@@ -8,34 +7,29 @@ import zlib
 
 import pytest
 
-from roll.extras.sandbox.code_tests import CallTest, parse_tests
+from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import Sample
 from tests.unit.extras.sandbox.code_forms import ADD, CHECK, EURUS, FORMS, IO, LCB_COLUMN, private
-from tests.unit.extras.sandbox.forked_sandbox import forked
+from tests.unit.extras.sandbox.forked_sandbox import scores
 
 
-async def _wrong_scores(forms, wrong):
-    """Where a right program does not score, or a wrong one does."""
-    failures = []
+def check_scores(forms, wrong):
     for form in forms:
-        score = forked(**form.args)
-        for wanted, programs in ((1.0, form.right), (0.0, form.wrong[wrong])):
-            for program in programs:
-                seen = await score(program, form.tests, form.extra)
-                failures += [] if seen == wanted else [(form.name, program, seen)]
-    return failures
+        wanted = dict.fromkeys(form.right, 1.0) | dict.fromkeys(form.wrong[wrong], 0.0)
+        seen = scores([(form.tests, program, form.extra) for program in wanted], **form.args)
+        assert dict(zip(wanted, seen, strict=True)) == wanted, form.name
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_right_programs_score_in_every_form_and_wrong_ones_in_none(every):
     assert len({form.name for form in FORMS}) == len(FORMS) > 100
-    assert asyncio.run(_wrong_scores(FORMS[::every], slice(1))) == []
+    check_scores(FORMS[::every], slice(1))
 
 
 @pytest.mark.slow
 def test_further_wrong_programs_score_in_no_form():
-    assert asyncio.run(_wrong_scores(FORMS, slice(1, None))) == []
+    check_scores(FORMS, slice(1, None))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +87,7 @@ def test_what_is_not_understood_is_an_error_of_the_row(tests, message):
     with pytest.raises(ValueError, match=message):
         CodeVerifier.check_row(CodeConfig(), row)
     with pytest.raises(ValueError, match=message):  # and no zero
-        asyncio.run(forked()(ADD, tests))
+        scores([(tests, ADD)])
 
 
 def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatch):
@@ -107,6 +101,11 @@ def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatc
 
 
 def test_values_and_arguments_are_read_as_they_are_written():
+    programs = parse_tests([{"input": "1 2", "output": "3"}, {"stdin": "5", "stdout": "-2"}]).tests
+    assert programs == (ProgramTest("1 2", "3"), ProgramTest("5", "-2"))
+    assert parse_tests({"test": "assert f() == 1"}, entry_point="f").tests == (CodeTest("assert f() == 1"),)
+    assert parse_tests({"test": CHECK, "entry_point": "add"}).tests[0].code.endswith("check(add)\n")
+    assert isinstance(parse_tests("{'not': json}").tests[0], CodeTest), "it can only fail, with NameError"
     assert parse_tests(EURUS).tests[0] == CallTest("add", [1, 2], [3]) and parse_tests(EURUS).wrapped
     lines = {"fn_name": "f", "inputs": ['[1, 2]\n"x"'], "outputs": ['{"a": null}']}
     assert parse_tests(lines).tests == (CallTest("f", [[1, 2], "x"], {"a": None}),)
@@ -116,15 +115,14 @@ def test_values_and_arguments_are_read_as_they_are_written():
 
 
 @pytest.mark.parametrize("partial", [False, True])
-async def test_wrapped_values_are_read_in_one_way_throughout(partial):
-    tests, score = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}, forked(partial=partial)
-    mixed = "def f(n):\n    return n if n == 1 else [n]\n"
-    found = [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)]
-    assert found == [1.0, pytest.approx(2 / 3) if partial else 0.0]
+def test_wrapped_values_are_read_in_one_way_throughout(partial):
+    tests = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}
+    cases = [(tests, f"def f(n):\n    return {value}\n") for value in ("n", "n if n == 1 else [n]")]
+    assert scores(cases, partial=partial) == [1.0, pytest.approx(2 / 3) if partial else 0.0]
 
 
-async def test_code_that_asks_nothing_is_no_test_of_its_own():
+def test_code_that_asks_nothing_is_no_test_of_its_own():
     suite = parse_tests(["import math", "assert math.floor(add(1, 2)) == 3", "assert True"])
     assert [test.code for test in suite.tests] == ["assert math.floor(add(1, 2)) == 3\nassert True"]
-    score = forked(partial=True)
-    assert [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")] == [1.0, 0.0]
+    tests = ["assert True", "assert add(1, 2) == 3"]
+    assert scores([(tests, ADD), (tests, "pass")], partial=True) == [1.0, 0.0]

@@ -18,12 +18,10 @@ from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import RewardError, RewardResult, Sample
 from roll.rewards.types import SandboxUnavailableError
+from tests.unit.extras.sandbox.code_forms import ADD, PRODUCT, PROGRAM, SUBTRACT
 
-ADD = "def add(a, b):\n    return a + b\n"
-SUBTRACT = ADD.replace("+", "-")
 CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}
 ASSERTIONS = ["assert add(1, 2) == 3", "assert add(0, 5) == 5"]
-PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 PROGRAMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2"}]
 KEY = "sk-remote-very-secret"
 
@@ -104,7 +102,7 @@ def score_all(
 @pytest.mark.parametrize(
     ("good", "bad", "tests"),
     [
-        (PROGRAM, PROGRAM.replace("+", "-"), PROGRAMS),
+        (PROGRAM, PRODUCT, PROGRAMS),
         (ADD, SUBTRACT, CALLS),
         (ADD, SUBTRACT, ASSERTIONS),
         ("print(Counter(sys.stdin.readline().split())['a'])", "print(3)", [{"input": "a b a", "output": "2"}]),
