@@ -150,35 +150,27 @@ def test_fork_bomb(sandbox):
     assert result.timed_out and result.exit_code == 137
 
 
-def test_processes_and_threads_are_counted(sandbox):
-    source = """
-import time
-children = 0
-while children < 50:
-    try:
-        if os.fork() == 0:
-            time.sleep(30)
-    except OSError:
-        break
-    children += 1
-print(children)
-"""
-    assert int(says(sandbox, source)[0]) <= LIMITS.processes + 3
+@pytest.mark.parametrize("start", ["fork", "thread"])
+def test_processes_and_threads_are_counted(sandbox, start):
     source = """
 import threading, time
-threads = 0
+def fork():
+    if os.fork() == 0:
+        time.sleep(30)
+def thread():
+    threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
 threading.stack_size(1 << 16)
+started = 0
 try:
-    while threads < 50:
-        threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
-        threads += 1
-except RuntimeError:
+    while started < 50:
+        globals()[facts]()
+        started += 1
+except (OSError, RuntimeError):
     pass
-print(threads)
-sys.stdout.flush()
+print(started, flush=True)
 os._exit(0)
 """
-    assert int(says(sandbox, source)[0]) <= LIMITS.processes + 3
+    assert int(says(sandbox, source, start)[0]) <= LIMITS.processes + 3
 
 
 def test_memory_bomb(sandbox):
