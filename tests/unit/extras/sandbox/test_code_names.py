@@ -94,6 +94,22 @@ HONEST = {
     "a guard that reads": (["assert add(1, 2) == 3"],
         ADD + "if __name__ == '__main__':\n    print(add(int(input()), 2))\n"),
     "lines that read": (["assert add(1, 2) == 3"], ADD + "n = int(input())\nprint(add(n, 2))\n"),
+    "an argument that is changed": (["a = [3, 1]\nf(a)\nassert a == [1, 3]"], "def f(x):\n    x.sort()"),
+    "a generator": (["assert list(f(3)) == [0, 1, 2]"], "def f(n):\n    yield from range(n)"),
+    "an exception": (["try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"],
+        "def f(x):\n    raise ValueError('no')"),
+    "objects": (["assert total([Box(1), Box(2)]) == 3", "b = Box(5)\nassert b.get() == 5 and b.n == 5"],
+        "class Box:\n    def __init__(self, n):\n        self.n = n\n    def get(self):\n        return self.n\n"
+        "def total(boxes):\n    return sum(box.n for box in boxes)"),
+    "values": (["assert f() == (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)", "assert isinstance(f(), tuple)"],
+        "def f():\n    return (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)"),
+    "a value of a module's type": (["assert f('aab') == {'a': 2, 'b': 1}"],
+        "from collections import Counter\ndef f(s):\n    return Counter(s)"),
+    "math": (["assert math.isclose(f(1), 1 / 3)", "import math\nassert math.floor(f(7)) == 2"],
+        "def f(x):\n    return x / 3"),
+    "named arguments": (["assert f(2, by=5) == 10", "assert f('é\\n') == 'é\\né\\n'"],
+        "def f(x, *, by=2):\n    return x * by"),
+    "noise": (["assert f(1) == 1"], "def f(n):\n    print('noise', n)\n    return n"),
     "star import": ("from solution import *\nassert add(1, 2) == 3 and len([1]) == 1", ADD),
 }  # fmt: skip
 
