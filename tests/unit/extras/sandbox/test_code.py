@@ -171,9 +171,7 @@ def add(a, b): return -1
 write(b'{"names": {"add": 0}}\\n' + b'{"value": {"ok": true}}\\n' * 9)
 def add(a, b): return -1
 """,
-    "kills_the_tester": "os.kill(os.getppid(), 9)\ndef add(a, b): return -1",
-    "stops_the_tester": "os.kill(os.getppid(), 19)\ndef add(a, b): return -1",
-    "alarms_the_tester": "os.kill(os.getppid(), 14)\ndef add(a, b): return -1",
+    **{f"sends_the_tester_signal_{n}": f"os.kill(os.getppid(), {n})\ndef add(a, b): return -1" for n in (9, 14, 19)},
     "kills_all": "def add(a, b): os.kill(-1, 9)",
     "looks_for_expected_values": """
 def add(a, b):
