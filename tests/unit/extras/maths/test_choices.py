@@ -168,7 +168,9 @@ EIGHTEEN = [
     *(r"$18$ clips", "The answer is 18", "The answer is 18.", "the final answer is $18.", "Answer: 18", "x = 18"),
     *("= 18", "Total: $18", "So the answer is 18 clips.", "018", "１８", "18 个苹果", "答案：18", "18 个", '"18"'),
     *("18,", "$18.00 ", "18\r", "18\tclips", "She sells 18 clips.", "9 * 2 = 18", "9 + 9 = $18", "18 (eighteen)"),
-    *("18 years old", "18 am", "18 p.m.", "18 clips sold", "9+9=18 clips"),
+    *("18 years old", "18 am", "18 p.m.", "18 clips sold", "9+9=18 clips", r"$9 \times 2 = 18$", "9 x 2 = 18"),
+    *("$18/hour", "The answer is $18 a day.", "It takes 18 minutes.", "Therefore, she needs 18 more stamps."),
+    *("18 people attended the party.", "18 miles per gallon"),
 ]  # fmt: skip
 
 OTHERS = [
@@ -185,18 +187,19 @@ OTHERS = [
     *("18 万", "18千", "18多", "约18", "18 clips and 50 cents", "18 dollars and 5 cents", "$18 - $19"),
     *("18 is the number of clips, or 19", "18 of 20", "18 out of 20", "18 guesses", "all but 18", "18 not 19"),
     *("half of 18", "twice 18", "18 + i", "9 * 2 = 18 or 19", "She doesn't sell 18 clips.", "18 = 2 * 9 = 19"),
-    *("18 thousandths", "18 millionths"),
+    *("18 thousandths", "18 millionths", "18 half-dozens", "18 in base 8", "2x = 18"),
+    *("Tom has 18 marbles more than Ann", "18 marbles, but he lost one", "if she sold all, 18"),
 ]  # fmt: skip
 
 
-def scored(response: str, truth: object = "9 * 2 = 18\n#### 18") -> bool:
-    return NUMBERS.check(Sample(SUM_QUESTION, response, truth, "tag")).correct
+def scored(response: str, truth: object = "9 * 2 = 18\n#### 18", question: str = SUM_QUESTION) -> bool:
+    return NUMBERS.check(Sample(question, response, truth, "tag")).correct
 
 
 @pytest.mark.parametrize(("text", "is_18"), [*((text, True) for text in EIGHTEEN), *((text, False) for text in OTHERS)])
 def test_a_number_is_read_as_models_write_it_and_what_says_something_else_of_it_is_another_answer(text, is_18):
     assert scored(f"So 9 * 2 = 18.\n#### {text}") is is_18
-    assert scored(f"<answer>{text}</answer>", 18) is is_18
+    assert scored(f"<answer>{text}</answer>", 18) is scored(f"<answer>{text}</answer>", "18", question="") is is_18
 
 
 def test_a_number_that_is_taken_back_is_no_answer():
@@ -229,17 +232,3 @@ def test_numbers_are_read_whole_and_exactly(response, truth):
 def test_the_last_number_of_prose_counts_where_nothing_hedges_it(response, number):
     flexible = FinalAnswerVerifier(FinalAnswerConfig(method="flexible"))
     assert flexible.check(Sample(SUM_QUESTION, response, 18, "tag")).answer == number
-
-
-@pytest.mark.parametrize(
-    ("text", "is_18"),
-    [
-        (r"$9 \times 2 = 18$", True), ("9 x 2 = 18", True), ("$18/hour", True), ("The answer is $18 a day.", True),
-        ("It takes 18 minutes.", True), ("Therefore, she needs 18 more stamps.", True),
-        ("18 people attended the party.", True), ("18 miles per gallon", True), ("18 half-dozens", False),
-        ("18 in base 8", False), ("2x = 18", False), ("Tom has 18 marbles more than Ann", False),
-        ("18 marbles, but he lost one", False), ("if she sold all, 18", False),
-    ],
-)  # fmt: skip
-def test_units_and_sentences_around_a_final_number(text, is_18):
-    assert NUMBERS.check(Sample("", f"<answer>{text}</answer>", "18", "tag")).correct is is_18
