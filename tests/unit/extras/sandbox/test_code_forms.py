@@ -101,8 +101,8 @@ def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatc
 
 
 def test_values_and_arguments_are_read_as_they_are_written():
-    programs = parse_tests([{"input": "1 2", "output": "3"}, {"stdin": "5", "stdout": "-2"}]).tests
-    assert programs == (ProgramTest("1 2", "3"), ProgramTest("5", "-2"))
+    programs = parse_tests([{"input": "1 2\n", "output": "3\n"}, {"stdin": "5 -7", "stdout": "-2"}]).tests
+    assert programs == (ProgramTest("1 2\n", "3\n"), ProgramTest("5 -7", "-2"))
     assert parse_tests({"test": "assert f() == 1"}, entry_point="f").tests == (CodeTest("assert f() == 1"),)
     assert parse_tests({"test": CHECK, "entry_point": "add"}).tests[0].code.endswith("check(add)\n")
     assert isinstance(parse_tests("{'not': json}").tests[0], CodeTest), "it can only fail, with NameError"
