@@ -143,20 +143,6 @@ DEPTH = "def depth(n):\n    return 0 if n == 0 else 1 + depth(n - 1)\n"
 
 INFO = {"language": "python", "test_cases": [{"input": "1 2", "output": "3", "type": "stdin_stdout", "fn_name": None}]}
 KEYS = (("input", "output"), ("stdin", "stdout"), ("stdin", "expected_stdout"), ("input", "expected_output"))
-DATES = [
-    "import datetime",
-    "from decimal import Decimal",
-    "assert g() == Decimal('0.1')",
-    "assert f(datetime.date(2020, 1, 31)) == datetime.date(2020, 2, 1)",
-    "assert h() == datetime.timedelta(1, 2)",
-]
-PLAIN = [
-    "from fractions import Fraction",
-    "from collections import deque",
-    "assert f() == Fraction(1, 3)",
-    "assert g() == range(3)",
-    "assert h() == deque([1])",
-]
 
 FORMS = [
     # --- programs
@@ -314,10 +300,14 @@ FORMS = [
         "def is_same_list(a, b):\n    return True\n\n" + SAME),
     one("trees of LeetCode", {"test": TREES, "entry_point": "Solution().invertTree"}, INVERT,
         INVERT.replace("root.left, root.right =", "_ ="), "def is_same_tree(a, b):\n    return True\n\n" + SAME),
-    one("dates and decimals", DATES,
+    one("dates and decimals",
+        ["import datetime", "from decimal import Decimal", "assert g() == Decimal('0.1')",
+         "assert f(datetime.date(2020, 1, 31)) == datetime.date(2020, 2, 1)", "assert h() == datetime.timedelta(1, 2)"],
         "from datetime import timedelta\nfrom decimal import Decimal\ndef f(d):\n    return d + timedelta(days=1)\n"
         "def g():\n    return Decimal('0.1')\ndef h():\n    return timedelta(1, 2)\n", "def f(d):\n    return d\n"),
-    one("fractions, ranges, deques", PLAIN,
+    one("fractions, ranges, deques",
+        ["from fractions import Fraction", "from collections import deque", "assert f() == Fraction(1, 3)",
+         "assert g() == range(3)", "assert h() == deque([1])"],
         "from fractions import Fraction\nfrom collections import deque\ndef f():\n    return Fraction(1, 3)\n"
         "def g():\n    return range(3)\ndef h():\n    return deque([1])\n", "def f():\n    return 1\n"),
 ]  # fmt: skip
