@@ -128,6 +128,10 @@ def token():
                 return value["token"]
         frame = frame.f_back
 """
+WRITTEN = """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
+"""
 FORGERIES = {
     # The answers to come, written before the questions: a load, then a value for whatever is asked.
     "written_at_load": """
@@ -139,16 +143,8 @@ def add(a, b):
     write(json.dumps({"value": a + b, "args": []}).encode() + b"\\n")
     time.sleep(100)
 """,
-    "written_in_the_call_with_its_token_and_gone": """
-def add(a, b):
-    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
-    os._exit(0)
-""",
-    "written_in_the_call_beside_what_it_returns": """
-def add(a, b):
-    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
-    return None
-""",
+    "written_in_the_call_with_its_token_and_gone": f"{WRITTEN}    os._exit(0)\n",
+    "written_in_the_call_beside_what_it_returns": f"{WRITTEN}    return None\n",
     "exit": "sys.exit(0)",
     "patched_main": """
 import __main__
