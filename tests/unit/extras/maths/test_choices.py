@@ -6,6 +6,8 @@ from roll.extras.maths.choices import MultipleChoiceConfig, MultipleChoiceVerifi
 from roll.extras.maths.final_numbers import FinalAnswerConfig, FinalAnswerVerifier
 from roll.rewards.types import Sample
 
+CHOICES = MultipleChoiceVerifier(MultipleChoiceConfig())
+NUMBERS = FinalAnswerVerifier(FinalAnswerConfig())
 QUESTION = """Which of these cities is the capital of France?
 A) Not London
 B) Paris
@@ -79,33 +81,26 @@ NO_CHOICE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def verifier() -> MultipleChoiceVerifier:
-    return MultipleChoiceVerifier(MultipleChoiceConfig())
-
-
-@pytest.mark.parametrize("response", CHOSEN)
-def test_a_choice_is_read_as_models_write_it(verifier, response):
-    assert verifier.check(Sample(QUESTION, response, "B", "tag")).answer == "B"
-
-
-@pytest.mark.parametrize("response", NO_CHOICE)
-def test_several_letters_and_doubts_are_no_choice(verifier, response):
-    found = verifier.check(Sample(QUESTION, response, "B", "tag"))
-    assert found.answer is None and not found.correct
-
-
 @pytest.mark.parametrize(
     ("response", "letter"),
     [
+        *((response, "B") for response in CHOSEN),
+        # The words of an option may say anything.
         ("The answer is A) Not London.", "A"), ("Answer: C. It is not possible to say, or none of A and B", "C"),
         ("<answer>C) It is not possible to say</answer>", "C"), ("Answer: E. 5 cm", "E"),
         ("The answer is A because it is.", "A"), ("Answer: A. No.\nAnswer: C", "C"), ("The answer is: option D", "D"),
         ("<think>Answer: A</think><answer>(J)</answer>", "J"),
     ],
 )  # fmt: skip
-def test_the_words_of_an_option_may_say_anything(verifier, response, letter):
-    assert verifier.check(Sample(QUESTION, response, letter, "tag")).correct
+def test_a_choice_is_read_as_models_write_it(response, letter):
+    found = CHOICES.check(Sample(QUESTION, response, letter, "tag"))
+    assert (found.answer, found.correct) == (letter, True)
+
+
+@pytest.mark.parametrize("response", NO_CHOICE)
+def test_several_letters_and_doubts_are_no_choice(response):
+    found = CHOICES.check(Sample(QUESTION, response, "B", "tag"))
+    assert (found.answer, found.correct) == (None, False)
 
 
 SENTENCES = {
@@ -154,8 +149,8 @@ SENTENCES = {
 @pytest.mark.parametrize(
     ("response", "letter"), [(response, letter) for letter, responses in SENTENCES.items() for response in responses]
 )
-def test_letters_in_sentences_are_a_choice_where_words_state_them(verifier, response, letter):
-    chosen = verifier.extract(response)
+def test_letters_in_sentences_are_a_choice_where_words_state_them(response, letter):
+    chosen = CHOICES.extract(response)
     assert chosen == letter or (letter.startswith("not") and chosen != letter[-1])
 
 
@@ -173,7 +168,9 @@ EIGHTEEN = [
     *(r"$18$ clips", "The answer is 18", "The answer is 18.", "the final answer is $18.", "Answer: 18", "x = 18"),
     *("= 18", "Total: $18", "So the answer is 18 clips.", "018", "１８", "18 个苹果", "答案：18", "18 个", '"18"'),
     *("18,", "$18.00 ", "18\r", "18\tclips", "She sells 18 clips.", "9 * 2 = 18", "9 + 9 = $18", "18 (eighteen)"),
-    *("18 years old", "18 am", "18 p.m.", "18 clips sold", "9+9=18 clips"),
+    *("18 years old", "18 am", "18 p.m.", "18 clips sold", "9+9=18 clips", r"$9 \times 2 = 18$", "9 x 2 = 18"),
+    *("$18/hour", "The answer is $18 a day.", "It takes 18 minutes.", "Therefore, she needs 18 more stamps."),
+    *("18 people attended the party.", "18 miles per gallon"),
 ]  # fmt: skip
 
 OTHERS = [
@@ -190,39 +187,25 @@ OTHERS = [
     *("18 万", "18千", "18多", "约18", "18 clips and 50 cents", "18 dollars and 5 cents", "$18 - $19"),
     *("18 is the number of clips, or 19", "18 of 20", "18 out of 20", "18 guesses", "all but 18", "18 not 19"),
     *("half of 18", "twice 18", "18 + i", "9 * 2 = 18 or 19", "She doesn't sell 18 clips.", "18 = 2 * 9 = 19"),
-    *("18 thousandths", "18 millionths"),
+    *("18 thousandths", "18 millionths", "18 half-dozens", "18 in base 8", "2x = 18"),
+    *("Tom has 18 marbles more than Ann", "18 marbles, but he lost one", "if she sold all, 18"),
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def number_verifier() -> FinalAnswerVerifier:
-    return FinalAnswerVerifier(FinalAnswerConfig())
+def scored(response: str, truth: object = "9 * 2 = 18\n#### 18", question: str = SUM_QUESTION) -> bool:
+    return NUMBERS.check(Sample(question, response, truth, "tag")).correct
 
 
-def scored(verifier: FinalAnswerVerifier, response: str, truth: object = "9 * 2 = 18\n#### 18") -> bool:
-    return verifier.check(Sample(SUM_QUESTION, response, truth, "tag")).correct
+@pytest.mark.parametrize(("text", "is_18"), [*((text, True) for text in EIGHTEEN), *((text, False) for text in OTHERS)])
+def test_a_number_is_read_as_models_write_it_and_what_says_something_else_of_it_is_another_answer(text, is_18):
+    assert scored(f"So 9 * 2 = 18.\n#### {text}") is is_18
+    assert scored(f"<answer>{text}</answer>", 18) is scored(f"<answer>{text}</answer>", "18", question="") is is_18
 
 
-@pytest.mark.parametrize("text", EIGHTEEN)
-def test_a_number_is_read_as_models_write_it(number_verifier, text):
-    assert scored(number_verifier, f"So 9 * 2 = 18.\n#### {text}") and scored(
-        number_verifier, f"<answer>{text}</answer>", 18
-    )
-
-
-@pytest.mark.parametrize("text", OTHERS)
-def test_what_says_something_else_of_a_number_is_another_answer(number_verifier, text):
-    assert not scored(number_verifier, f"So 9 * 2 = 18.\n#### {text}") and not scored(
-        number_verifier, f"<answer>{text}</answer>", 18
-    )
-
-
-def test_a_number_that_is_taken_back_is_no_answer(number_verifier):
-    assert scored(number_verifier, "#### 18\nI hope that this helps.")
-    assert not scored(number_verifier, "#### 18\nCorrection: 19")
-    assert not scored(number_verifier, "#### 18\nWait, that's wrong.") and not scored(
-        number_verifier, "#### 18\n\nThat is not right."
-    )
+def test_a_number_that_is_taken_back_is_no_answer():
+    assert scored("#### 18\nI hope that this helps.")
+    for response in ("#### 18\nCorrection: 19", "#### 18\nWait, that's wrong.", "#### 18\n\nThat is not right."):
+        assert not scored(response)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +216,8 @@ def test_a_number_that_is_taken_back_is_no_answer(number_verifier):
         ("#### 0.50", 0.5), ("#### 5 miles per hour", "5 miles per hour"), ("#### 5", "$5"),
     ],
 )  # fmt: skip
-def test_numbers_are_read_whole_and_exactly(number_verifier, response, truth):
-    assert scored(number_verifier, response, truth)
+def test_numbers_are_read_whole_and_exactly(response, truth):
+    assert scored(response, truth)
 
 
 @pytest.mark.parametrize(
@@ -249,18 +232,3 @@ def test_numbers_are_read_whole_and_exactly(number_verifier, response, truth):
 def test_the_last_number_of_prose_counts_where_nothing_hedges_it(response, number):
     flexible = FinalAnswerVerifier(FinalAnswerConfig(method="flexible"))
     assert flexible.check(Sample(SUM_QUESTION, response, 18, "tag")).answer == number
-
-
-@pytest.mark.parametrize(
-    ("text", "is_18"),
-    [
-        (r"$9 \times 2 = 18$", True), ("9 x 2 = 18", True), ("$18/hour", True), ("The answer is $18 a day.", True),
-        ("It takes 18 minutes.", True), ("Therefore, she needs 18 more stamps.", True),
-        ("18 people attended the party.", True), ("18 miles per gallon", True), ("18 half-dozens", False),
-        ("18 in base 8", False), ("2x = 18", False), ("Tom has 18 marbles more than Ann", False),
-        ("18 marbles, but he lost one", False), ("if she sold all, 18", False),
-    ],
-)  # fmt: skip
-def test_units_and_sentences_around_a_final_number(number_verifier, text, is_18):
-    sample = Sample("", f"<answer>{text}</answer>", "18", "tag")
-    assert number_verifier.check(sample).correct is is_18

@@ -16,17 +16,23 @@ from roll.rewards.types import Sample
 
 PAIRS = Path(__file__).parents[4] / "benchmarks" / "mathematics_pairs.jsonl"
 """Those marked ``quick`` take each branch of the verifier three times with right and with wrong answers."""
+VERIFIER = MathVerifier(MathConfig())
+
+
+def accepts(response: str, reference: str, question: str = "?", truncated: bool = False) -> bool:
+    found = VERIFIER.check(Sample(question, response, reference, "maths", truncated=truncated))
+    assert found.score == float(found.correct)
+    return found.correct
 
 
 @pytest.mark.parametrize(
     ("quick", "most_accepted", "most_refused"), [(True, 12, 4), pytest.param(False, 19, 52, marks=pytest.mark.slow)]
 )
 def test_wrong_answers_are_refused_and_right_ones_accepted_but_for_the_hard_ones(quick, most_accepted, most_refused):
-    verifier = MathVerifier(MathConfig())
     accepted, refused = [], []
     pairs = [json.loads(line) for line in PAIRS.read_text("utf-8").splitlines()]
     for pair in (each for each in pairs if not quick or each.get("quick")):
-        correct = verifier.check(Sample("?", pair["response"], pair["gold"], "maths")).correct
+        correct = accepts(pair["response"], pair["gold"])
         if correct != pair["equal"]:
             (accepted if correct else refused).append((pair["kind"], pair["gold"], pair["response"]))
     assert {kind for kind, *_ in accepted} == {"hard"} and len(accepted) <= most_accepted, accepted
@@ -83,10 +89,8 @@ def test_words_that_make_a_number_another_are_no_unit(word):
 
 
 def test_words_of_the_question_are_what_is_counted():
-    def score(question: str) -> float:
-        return MathVerifier(MathConfig()).check(Sample(question, r"\boxed{5 \text{ widgets}}", "5", "maths")).score
-
-    assert (score("How many widgets are there?"), score("How many are there?")) == (1.0, 0.0)
+    assert accepts(r"\boxed{5 \text{ widgets}}", "5", "How many widgets are there?")
+    assert not accepts(r"\boxed{5 \text{ widgets}}", "5", "How many are there?")
 
 
 @pytest.mark.parametrize(
@@ -98,11 +102,9 @@ def test_words_of_the_question_are_what_is_counted():
     ],
 )  # fmt: skip
 def test_a_text_is_the_same_with_and_without_its_mark(text):
-    verifier = MathVerifier(MathConfig())
     marked = text.replace("%", r"\%")
     for response in (rf"\boxed{{\text{{{marked}}}}}", rf"\boxed{{{marked}}}", f"<answer>{text}</answer>"):
-        assert verifier.check(Sample("?", response, text, "maths")).correct, response
-        assert not verifier.check(Sample("?", response, f"not {text}", "maths")).correct
+        assert accepts(response, text) and not accepts(response, f"not {text}"), response
 
 
 def test_terms_with_corners_and_jumps_are_compared_beyond_them():
@@ -129,15 +131,12 @@ def test_terms_with_corners_and_jumps_are_compared_beyond_them():
     ],
 )  # fmt: skip
 def test_what_is_cut_off_or_denied_is_no_answer(response):
-    assert not MathVerifier(MathConfig()).check(Sample("?", response, "7", "maths")).correct
+    assert not accepts(response, "7")
 
 
 def test_the_last_expression_of_a_truncated_response_may_be_half_of_one():
-    verifier = MathVerifier(MathConfig())
     for response, correct in (("So x = 12", False), (r"So $x = \boxed{12}$ and then", True)):
-        sample = Sample("?", response, "12", "maths", truncated=True)
-        assert verifier.check(sample).correct is correct
-        assert verifier.check(Sample("?", response, "12", "maths")).correct
+        assert accepts(response, "12", truncated=True) is correct and accepts(response, "12")
 
 
 def test_quantities_in_other_units_are_equal_and_equal_answers_vote_together():
@@ -155,5 +154,4 @@ def test_quantities_in_other_units_are_equal_and_equal_answers_vote_together():
      (" meters", False)],
 )  # fmt: skip
 def test_words_that_may_be_a_unit_are_not_dropped_where_the_reference_has_one(unit, correct):
-    sample = Sample("", f"The speed is 5{unit}.", r"5 \text{ m/s}", "maths")
-    assert MathVerifier(MathConfig()).check(sample).correct is correct
+    assert accepts(f"The speed is 5{unit}.", r"5 \text{ m/s}", question="") is correct

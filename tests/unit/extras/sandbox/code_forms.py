@@ -42,7 +42,13 @@ def form(name: str, tests: Any, programs: tuple[list[str], list[str]], **more: A
 
 
 def one(name: str, tests: Any, right: str, *wrong: str, **more: Any) -> Form:
-    return Form(name, tests, [right], list(wrong) or ["pass"], **more)
+    return Form(name, tests, [right], list(wrong), **more)
+
+
+def value(name: str, inputs: list[Any], outputs: list[Any], *returned: str, f: str = "f(n)", **more: Any) -> Form:
+    """Calls of a function; what a right one returns, and what wrong ones do."""
+    right, *wrong = (f"def {f}:\n    return {each}\n" for each in returned)
+    return one(name, {"fn_name": f.partition("(")[0], "inputs": inputs, "outputs": outputs}, right, *wrong, **more)
 
 
 LCB_CALLS = [
@@ -137,20 +143,6 @@ DEPTH = "def depth(n):\n    return 0 if n == 0 else 1 + depth(n - 1)\n"
 
 INFO = {"language": "python", "test_cases": [{"input": "1 2", "output": "3", "type": "stdin_stdout", "fn_name": None}]}
 KEYS = (("input", "output"), ("stdin", "stdout"), ("stdin", "expected_stdout"), ("input", "expected_output"))
-DATES = [
-    "import datetime",
-    "from decimal import Decimal",
-    "assert g() == Decimal('0.1')",
-    "assert f(datetime.date(2020, 1, 31)) == datetime.date(2020, 2, 1)",
-    "assert h() == datetime.timedelta(1, 2)",
-]
-PLAIN = [
-    "from fractions import Fraction",
-    "from collections import deque",
-    "assert f() == Fraction(1, 3)",
-    "assert g() == range(3)",
-    "assert h() == deque([1])",
-]
 
 FORMS = [
     # --- programs
@@ -235,34 +227,20 @@ FORMS = [
         "def sum(a, b):\n    return a + b\n", "pass", "def sum(a, b):\n    return a\n"),
     one("a module's name", {"fn_name": "string", "inputs": [[1]], "outputs": ["1"]},
         "def string(n):\n    return str(n)\n", "import string", "def string(n):\n    return n\n"),
-    one("lists of one item", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]},
-        "def f(n):\n    return [n]\n", "def f(n):\n    return [n + 1]\n",
-        "def f(n):\n    return n if n == 1 else [n]\n"),
-    one("lists of several items are no choice", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1, 2], [2, 3]]},
-        "def f(n):\n    return [n, n + 1]\n", "def f(n):\n    return n\n"),
+    value("lists of one item", [[1], [2]], [[1], [2]], "[n]", "[n + 1]", "n if n == 1 else [n]"),
+    value("lists of several items are no choice", [[1], [2]], [[1, 2], [2, 3]], "[n, n + 1]", "n"),
     one("LiveCodeBench writes what is returned", [{**LCB_CALLS[0], "output": "[3]"}],
         "def add(a, b):\n    return [a + b]\n", ADD),
-    one("None", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, 3]},
-        "def f(n):\n    return None if n == 1 else 3\n", "def f(n):\n    return 3\n"),
-    one("None, true and text in lines", {"fn_name": "f", "inputs": ['"a"', '"b"'], "outputs": ["null", "true"]},
-        "def f(n):\n    return None if n == 'a' else True\n", "def f(n):\n    return n\n"),
-    one("as Python writes values", {"fn_name": "f", "inputs": ["(1, 2)", "'x'"], "outputs": ["{1, 2}", "None"]},
-        "def f(n):\n    return set(n) if n != 'x' else None\n", "def f(n):\n    return list(n)\n"),
-    one("text that is no JSON", {"fn_name": "f", "inputs": ['"a"'], "outputs": ["hello there"]},
-        "def f(n):\n    return 'hello there'\n", "def f(n):\n    return 'hello'\n"),
-    one("tuples", {"fn_name": "f", "inputs": [[1]], "outputs": [[[1, [2, 3]]]]}, "def f(n):\n    return (1, (2, 3))\n",
-        "def f(n):\n    return (1, (2, 4))\n"),
-    one("keys that are numbers", {"fn_name": "f", "inputs": [[{"1": 2, "3": 4}]], "outputs": [{"2": 1, "4": 3}]},
-        "def f(d):\n    return {d[1]: 1, d[3]: 3}\n", "def f(d):\n    return {2: 3, 4: 1}\n"),
-    one("floats", {"fn_name": "f", "inputs": [[0.1, 0.2]], "outputs": [0.3]}, "def f(a, b):\n    return a + b\n",
-        "def f(a, b):\n    return 0.3001\n"),
-    one("large integers", {"fn_name": "f", "inputs": [[3]], "outputs": [10**30]},
-        "def f(n):\n    return 10 ** (10 * n)\n", "def f(n):\n    return 10.0 ** (10 * n) + 1e20\n",
-        "def f(n):\n    return 10**30 + 1\n"),
-    one("true is not 1", {"fn_name": "f", "inputs": [[3]], "outputs": [True]}, "def f(n):\n    return n > 2\n",
-        "def f(n):\n    return 1\n"),
-    one("no arguments", {"fn_name": "f", "inputs": [[]], "outputs": [7]}, "def f():\n    return 7\n",
-        "def f():\n    return 8\n"),
+    value("None", [[1], [2]], [None, 3], "None if n == 1 else 3", "3"),
+    value("None, true and text in lines", ['"a"', '"b"'], ["null", "true"], "None if n == 'a' else True", "n"),
+    value("as Python writes values", ["(1, 2)", "'x'"], ["{1, 2}", "None"], "set(n) if n != 'x' else None", "list(n)"),
+    value("text that is no JSON", ['"a"'], ["hello there"], "'hello there'", "'hello'"),
+    value("tuples", [[1]], [[[1, [2, 3]]]], "(1, (2, 3))", "(1, (2, 4))"),
+    value("keys that are numbers", [[{"1": 2, "3": 4}]], [{"2": 1, "4": 3}], "{n[1]: 1, n[3]: 3}", "{2: 3, 4: 1}"),
+    value("floats", [[0.1, 0.2]], [0.3], "a + b", "0.3001", f="f(a, b)"),
+    value("large integers", [[3]], [10**30], "10 ** (10 * n)", "10.0 ** (10 * n) + 1e20", "10**30 + 1"),
+    value("true is not 1", [[3]], [True], "n > 2", "1"),
+    value("no arguments", [[]], [7], "7", "8", f="f()"),
     one("annotations without imports",
         {"fn_name": "count", "inputs": [[["a", "b", "a"]]], "outputs": [{"a": 2, "b": 1}]}, COUNT,
         COUNT.replace("dict(Counter(words))", "{}")),
@@ -277,13 +255,12 @@ FORMS = [
         INVERT, INVERT.replace("root.left, root.right =", "_ =")),
     one("deep recursion", {"fn_name": "depth", "inputs": [[5000]], "outputs": [5000]}, DEPTH,
         DEPTH.replace("1 +", "2 +")),
-    one("a large value", {"fn_name": "f", "inputs": [[200000], [200001]], "outputs": ["ab" * 200000, "ab" * 200001]},
-        "def f(n):\n    return 'ab' * n\n", "def f(n):\n    return 'aa' * n\n", args={"limits": {"output_kb": 64}}),
-    one("large arguments", {"fn_name": "f", "inputs": [[list(range(50000))]], "outputs": [50000]},
-        "def f(n):\n    return len(n)\n", "def f(n):\n    return 3\n", args={"limits": {"output_kb": 64}}),
+    value("a large value", [[200000], [200001]], ["ab" * 200000, "ab" * 200001], "'ab' * n", "'aa' * n",
+          args={"limits": {"output_kb": 64}}),
+    value("large arguments", [[list(range(50000))]], [50000], "len(n)", "3", args={"limits": {"output_kb": 64}}),
     # --- code
     form("assertions (MBPP)", ["assert add(1, 2) == 3", "assert add(5, 5) == 10"],
-         ADDS if False else ([ADD, DRIVEN], [SUBTRACT, "pass", "def add(*a):\n    raise AssertionError\n"])),
+         ([ADD, DRIVEN], [SUBTRACT, "pass", "def add(*a):\n    raise AssertionError\n"])),
     form("assertions as JSON", json.dumps(["assert add(1, 2) == 3"]), ([ADD], [SUBTRACT, "pass"])),
     form("one text", "assert add(1, 2) == 3\nassert add(5, 5) == 10", ([ADD], [SUBTRACT, "pass"])),
     form("test_list and set-up (MBPP row)",
@@ -323,10 +300,14 @@ FORMS = [
         "def is_same_list(a, b):\n    return True\n\n" + SAME),
     one("trees of LeetCode", {"test": TREES, "entry_point": "Solution().invertTree"}, INVERT,
         INVERT.replace("root.left, root.right =", "_ ="), "def is_same_tree(a, b):\n    return True\n\n" + SAME),
-    one("dates and decimals", DATES,
+    one("dates and decimals",
+        ["import datetime", "from decimal import Decimal", "assert g() == Decimal('0.1')",
+         "assert f(datetime.date(2020, 1, 31)) == datetime.date(2020, 2, 1)", "assert h() == datetime.timedelta(1, 2)"],
         "from datetime import timedelta\nfrom decimal import Decimal\ndef f(d):\n    return d + timedelta(days=1)\n"
         "def g():\n    return Decimal('0.1')\ndef h():\n    return timedelta(1, 2)\n", "def f(d):\n    return d\n"),
-    one("fractions, ranges, deques", PLAIN,
+    one("fractions, ranges, deques",
+        ["from fractions import Fraction", "from collections import deque", "assert f() == Fraction(1, 3)",
+         "assert g() == range(3)", "assert h() == deque([1])"],
         "from fractions import Fraction\nfrom collections import deque\ndef f():\n    return Fraction(1, 3)\n"
         "def g():\n    return range(3)\ndef h():\n    return deque([1])\n", "def f():\n    return 1\n"),
 ]  # fmt: skip

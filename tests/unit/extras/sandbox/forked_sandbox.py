@@ -3,6 +3,7 @@
 It is forked of a small process, ``python -m`` this module: one that has run other tests takes ten times as long.
 """
 
+import asyncio
 import functools
 import marshal
 import os
@@ -10,8 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,11 @@ from roll.rewards import Sample
 class ForkedSandbox(Sandbox):
     """Takes the place of ``Sandbox``; outputs are not bounded, and time by the tester's own limit alone."""
 
-    def __init__(self, **_: Any) -> None:
-        self.runs = 0
+    def __init__(self, **_: Any) -> None: ...
 
     async def _run(
         self, mode: str, source: str, stdin: bytes, limits: SandboxLimits, provided: Mapping[str, str] | None
     ) -> SandboxResult:
-        self.runs += 1
         server = _server()
         assert server.stdin and server.stdout
         marshal.dump((mode, source, stdin, limits.output_kb << 10, dict(provided or {})), server.stdin)
@@ -86,20 +85,21 @@ def _become(mode: str, source: str, given: int, out: int, max_bytes: int, provid
         os._exit(code)
 
 
-@contextmanager
-def forked(**args: Any):
-    """The verifier of code on such a sandbox, as a function of a row and a program to the score."""
+def scores(cases: Iterable[tuple[Any, ...]], **args: Any) -> list[float]:
+    """The scores of (tests, program) and (tests, program, other columns) by the verifier of code on such a sandbox."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("roll.extras.sandbox.verifier.Sandbox", ForkedSandbox)
         limits = SandboxLimits(**{"wall_seconds": 3, **args.pop("limits", {})})
         verifier = CodeVerifier(CodeConfig(limits=limits, **args))
 
-    async def score(code: str, tests: Any, extra: Mapping[str, Any] | None = None) -> float:
-        response = f"```python\n{code}\n```"
-        sample = Sample(prompt="?", response=response, ground_truth=tests, data_source="code", extra_info=extra or {})
-        return (await verifier.score(sample)).score
+    async def run() -> list[float]:
+        found = []
+        for tests, code, *extra in cases:
+            sample = Sample("?", f"```python\n{code}\n```", tests, "code", extra_info=dict(*extra))
+            found.append((await verifier.score(sample)).score)
+        return found
 
-    yield score
+    return asyncio.run(run())
 
 
 if __name__ == "__main__":

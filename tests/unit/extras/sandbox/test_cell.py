@@ -58,9 +58,8 @@ open(os.environ["ROLL_ANSWER"], "w").write(json.dumps(seen) + answer)
         other.bind(("127.0.0.1", 0))
         other.listen()
         command = ["python", str(program), str(other.getsockname()[1])]
-        episode = play(
-            Engine([GOOD]), command=command, sandbox={}, template=str(tmp_path / "template"), env={"COLOUR": "blue"}
-        )
+        more = {"template": str(tmp_path / "template"), "env": {"COLOUR": "blue"}}
+        episode = play(Engine([GOOD]), command=command, sandbox={}, **more)
     assert episode.success
     seen = json.loads(episode.final_observation.removesuffix(GOOD))
     assert seen["files"] == ["a.py", "b.py"] and not (tmp_path / "template" / "src" / "b.py").exists()
@@ -71,22 +70,18 @@ open(os.environ["ROLL_ANSWER"], "w").write(json.dumps(seen) + answer)
     assert seen["raw"] == seen["vsock"] == "Operation not permitted"
 
 
+# No process uses too much; together they do.
+TOGETHER = "import os, time\nfor _ in range(3):\n  os.fork()\nx = b'1' * (60 << 20)\ntime.sleep(60)"
+FILES = "import time\nfor i in range(4): open(f'{i}', 'wb').write(bytes(1 << 20))\ntime.sleep(60)"
+
+
 @pytest.mark.parametrize(
     ("program", "limits", "told"),
     [
         ("bytearray(1 << 28)", {"memory_mb": 100}, "exit code 1: (?s:.*)MemoryError"),
-        (
-            # No process uses too much; together they do.
-            "import os, time\nfor _ in range(3):\n  os.fork()\nx = b'1' * (60 << 20)\ntime.sleep(60)",
-            {"memory_mb": 100},
-            "used more than agent.sandbox.memory_mb=100",
-        ),
+        (TOGETHER, {"memory_mb": 100}, "used more than agent.sandbox.memory_mb=100"),
         ("open('big', 'wb').write(bytes(2 << 20))", {"file_mb": 1}, "File too large|exit code 153"),
-        (
-            "import time\nfor i in range(4): open(f'{i}', 'wb').write(bytes(1 << 20))\ntime.sleep(60)",
-            {"folder_mb": 1},
-            "wrote more than agent.sandbox.folder_mb=1",
-        ),
+        (FILES, {"folder_mb": 1}, "wrote more than agent.sandbox.folder_mb=1"),
         ("while True: pass", {"cpu_seconds": 1}, "exit code 137|exit code 152"),
     ],
 )

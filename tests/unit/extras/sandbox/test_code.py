@@ -10,18 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.extras.sandbox.code_blocks import Asked
-from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.extras.sandbox.harness import decode, encode
-from roll.extras.sandbox.pool import Sandbox, SandboxLimits
+from roll.extras.sandbox.pool import Sandbox
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier, extract_code, same_output, same_value
-from roll.rewards import VERIFIERS, RewardResult, Sample
+from roll.rewards import VERIFIERS, Sample
 from roll.rewards.types import SandboxUnavailableError
 from tests.support.examples import examples
 from tests.support.lines import read_lines
-from tests.unit.extras.sandbox.code_forms import FORMS
+from tests.unit.extras.sandbox.code_forms import ADD, CHECK, FORMS, PROGRAM, SUBTRACT
 
 LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}
-ADD = "def add(a, b):\n    return a + b\n"
 ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 
@@ -33,22 +31,17 @@ def isolation():
         pytest.skip(f"nothing isolates programs here: {error}")
 
 
-def score(code: str | None, tests: object, extra: dict | None = None, **args) -> RewardResult:
+def score(code: str | None, tests: object, extra: dict | None = None, limits: dict | None = None, **args):
     response = "No idea." if code is None else f"Here it is:\n```python\n{code}\n```\nDone."
-    sample = Sample(prompt="?", response=response, ground_truth=tests, data_source="code", extra_info=extra or {})
-    verifier = CodeVerifier(CodeConfig(**{"limits": SandboxLimits(**LIMITS), **args}))
-    return asyncio.run(verifier.score(sample))
+    sample = Sample("?", response, tests, "code", extra_info=extra or {})
+    return asyncio.run(CodeVerifier(CodeConfig(limits=LIMITS | (limits or {}), **args)).score(sample))
 
 
 # --- honest programs --------------------------------------------------------------------------------------------------
 
-PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 PROGRAM_TESTS = [{"input": "1 2\n", "output": "3\n"}, {"stdin": "5 -7", "stdout": "-2"}]
-CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["a", "b"]], "outputs": [3, [1, 2], "ab"]}
-HUMAN_EVAL = {
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n",
-    "entry_point": "add",
-}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["ä", "b"]], "outputs": [3, [1, 2], "äb"]}
+HUMAN_EVAL = {"test": CHECK, "entry_point": "add"}
 
 
 @pytest.mark.parametrize(
@@ -75,10 +68,9 @@ def test_the_score_can_be_the_share_of_tests():
 @pytest.mark.parametrize("ending", ["while True: pass", "os._exit(0)", "sys.exit(0)", "os.kill(os.getpid(), 9)"])
 def test_a_test_that_ends_the_program_costs_that_test_only(ending):
     code = f"import os, sys\ndef f(n):\n    if n == 1:\n        {ending}\n    return n"
-    tests = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
-    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 2})
-    assert score(code, tests, partial=True, limits=limits).score == 0.75
-    assert score(code, [f"assert f({n}) == {n}" for n in range(4)], partial=True, limits=limits).score == 0.75
+    calls = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
+    for tests in (calls, [f"assert f({n}) == {n}" for n in range(4)]):
+        assert score(code, tests, limits={"wall_seconds": 2}, partial=True).score == 0.75
 
 
 def test_tests_can_be_limited_and_in_another_column():
@@ -94,13 +86,12 @@ def test_tests_can_be_limited_and_in_another_column():
 )
 def test_forms_of_public_datasets_in_the_sandbox(name):
     form = next(form for form in FORMS if form.name == name)
-    args = {"limits": SandboxLimits(**{**LIMITS, **form.args.get("limits", {})})}
-    assert score(form.right[0], form.tests, form.extra, **args).score == 1.0
-    assert score(form.wrong[0], form.tests, form.extra, **args).score == 0.0
+    assert score(form.right[0], form.tests, form.extra, **form.args).score == 1.0
+    assert score(form.wrong[0], form.tests, form.extra, **form.args).score == 0.0
 
 
 def test_an_open_block_counts_where_the_response_was_not_cut_off():
-    verifier = CodeVerifier(CodeConfig(limits=SandboxLimits(**LIMITS)))
+    verifier = CodeVerifier(CodeConfig(limits=LIMITS))
     for truncated, expected in ((False, 1.0), (True, 0.0)):
         sample = Sample("?", f"```python\n{ADD}", ADD_TESTS, "code", truncated=truncated)
         assert asyncio.run(verifier.score(sample)).score == expected
@@ -108,47 +99,23 @@ def test_an_open_block_counts_where_the_response_was_not_cut_off():
 
 def test_total_time_is_bounded():
     tests = [{"input": str(n), "output": "1"} for n in range(50)]
-    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 0.5})
-    verdict = score("import time\ntime.sleep(9)", tests, partial=True, limits=limits, total_timeout=1.2)
-    assert verdict.score == 0.0
+    limits = {"wall_seconds": 0.5}
+    assert score("import time\ntime.sleep(9)", tests, limits=limits, partial=True, total_timeout=1.2).score == 0.0
 
 
-def test_columns_with_setup_and_entry_point():
+def test_columns_with_setup_and_entry_point_and_text_that_is_not_ascii():
     extra = {"test_setup_code": "offset = 10", "entry_point": "add"}
     assert score(ADD, ["assert add(1, 2) + offset == 13"], extra).correct
-    assert score(ADD, HUMAN_EVAL["test"], extra).correct
-
-
-@pytest.mark.parametrize(
-    ("code", "tests"),
-    [
-        ("def f(x):\n    x.sort()", ["a = [3, 1]\nf(a)\nassert a == [1, 3]"]),
-        ("def f(n):\n    yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"]),
-        ("def f(x):\n    raise ValueError('no')",
-         ["try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"]),
-        ("class Box:\n    def __init__(self, n):\n        self.n = n\n    def get(self):\n        return self.n\n"
-         "def total(boxes):\n    return sum(box.n for box in boxes)",
-         ["assert total([Box(1), Box(2)]) == 3", "b = Box(5)\nassert b.get() == 5 and b.n == 5"]),
-        ("def f():\n    return (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)",
-         ["assert f() == (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)", "assert isinstance(f(), tuple)"]),
-        ("from collections import Counter\ndef f(s):\n    return Counter(s)", ["assert f('aab') == {'a': 2, 'b': 1}"]),
-        ("def f(x):\n    return x / 3",
-         ["assert math.isclose(f(1), 1 / 3)", "import math\nassert math.floor(f(7)) == 2"]),
-        ("def f(x, *, by=2):\n    return x * by", ["assert f(2, by=5) == 10", "assert f('é\\n') == 'é\\né\\n'"]),
-        ("def f(n):\n    print('noise', n)\n    return n", ["assert f(1) == 1"]),
-        ("def f(n):\n    return n\nif __name__ == '__main__':\n    print(f(int(input())))", ["assert f(1) == 1"]),
-    ],
-)  # fmt: skip
-def test_assertions_see_values_objects_and_exceptions_of_the_program(code, tests):
-    assert score(code, tests, partial=True).score == 1.0
+    assert score(ADD, CHECK, extra).correct
+    assert score(ADD, ["assert add('é\\n', 'ß') == 'é\\nß'"]).correct
 
 
 # --- dishonest programs -----------------------------------------------------------------------------------------------
 
-_WRITE_ANSWERS = """
-import json, os, sys, time
-def write(text):
-    for descriptor in range(3, 64):
+HELPERS = """
+import gc, json, os, sys, time
+def write(text, first=3):
+    for descriptor in range(first, 64):
         try:
             os.write(descriptor, text)
         except OSError:
@@ -161,34 +128,26 @@ def token():
                 return value["token"]
         frame = frame.f_back
 """
+WRITTEN = """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
+"""
 FORGERIES = {
     # The answers to come, written before the questions: a load, then a value for whatever is asked.
-    "written_at_load": _WRITE_ANSWERS
-    + """
+    "written_at_load": """
 write(b'{"names": {"add": 0}}\\n' + b'{"value": 3, "args": []}\\n{"value": [1, 2], "args": []}\\n' * 4)
 time.sleep(100)
 """,
-    "written_in_the_call": _WRITE_ANSWERS
-    + """
+    "written_in_the_call": """
 def add(a, b):
     write(json.dumps({"value": a + b, "args": []}).encode() + b"\\n")
     time.sleep(100)
 """,
-    "written_in_the_call_with_its_token_and_gone": _WRITE_ANSWERS
-    + """
-def add(a, b):
-    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
-    os._exit(0)
-""",
-    "written_in_the_call_beside_what_it_returns": _WRITE_ANSWERS
-    + """
-def add(a, b):
-    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
-    return None
-""",
-    "exit": "import sys; sys.exit(0)",
+    "written_in_the_call_with_its_token_and_gone": f"{WRITTEN}    os._exit(0)\n",
+    "written_in_the_call_beside_what_it_returns": f"{WRITTEN}    return None\n",
+    "exit": "sys.exit(0)",
     "patched_main": """
-import sys, __main__
+import __main__
 for value in list(vars(__main__).values()):
     if isinstance(value, type):
         for key in ("say", "_run", "run"):
@@ -197,34 +156,20 @@ for value in list(vars(__main__).values()):
 def add(a, b): return -1
 """,
     "prints_a_verdict": """
-import os
 print('{"load": null}\\n{"ok": true}\\n{"ok": true}', flush=True)
 os._exit(0)
 """,
     "writes_to_all_descriptors": """
-import os
-for n in range(64):
-    try:
-        os.write(n, b'{"load": null}\\n{"ok": true}\\n{"value": 3}\\n{"ok": true}\\n')
-    except OSError:
-        pass
+write(b'{"load": null}\\n{"ok": true}\\n{"value": 3}\\n{"ok": true}\\n', first=0)
 def add(a, b): return -1
 """,
     "forges_answers": """
-import os
-for n in range(3, 64):
-    try:
-        os.write(n, b'{"names": {"add": 0}}\\n' + b'{"value": {"ok": true}}\\n' * 9)
-    except OSError:
-        pass
+write(b'{"names": {"add": 0}}\\n' + b'{"value": {"ok": true}}\\n' * 9)
 def add(a, b): return -1
 """,
-    "kills_the_tester": "import os\nos.kill(os.getppid(), 9)\ndef add(a, b): return -1",
-    "stops_the_tester": "import os\nos.kill(os.getppid(), 19)\ndef add(a, b): return -1",
-    "alarms_the_tester": "import os\nos.kill(os.getppid(), 14)\ndef add(a, b): return -1",
-    "kills_all": "import os\ndef add(a, b): os.kill(-1, 9)",
+    **{f"sends_the_tester_signal_{n}": f"os.kill(os.getppid(), {n})\ndef add(a, b): return -1" for n in (9, 14, 19)},
+    "kills_all": "def add(a, b): os.kill(-1, 9)",
     "looks_for_expected_values": """
-import gc, sys
 def add(a, b):
     words = ["".join(("ass", "ert add")), "".join(("candi", "date(1"))]  # not to find itself
     seen = [sys.argv]
@@ -240,7 +185,6 @@ def add(a, b):
     return -1
 """,
     "reads_the_plan": """
-import os
 def add(a, b):
     text = b""
     for n in range(3):
@@ -271,9 +215,9 @@ def add(a, b):
         x = [x]
     return x
 """,
-    "never_returns": "import time\ndef add(a, b): time.sleep(1000)",
-    "hangs_at_load": "import time; time.sleep(1000)",
-    "leaves_a_child": "import os\nif os.fork(): os._exit(0)\ndef add(a, b): return -1",
+    "never_returns": "def add(a, b): time.sleep(1000)",
+    "hangs_at_load": "time.sleep(1000)",
+    "leaves_a_child": "if os.fork(): os._exit(0)\ndef add(a, b): return -1",
 }
 KINDS = {
     "assertions": [*ADD_TESTS, "assert math.isclose(add(1, 1), 2)"],
@@ -291,9 +235,7 @@ KINDS = {
     ],
 )
 def test_forgeries_score_nothing(forgery, kind):
-    verdict = score(
-        FORGERIES[forgery], KINDS[kind], partial=True, limits=SandboxLimits(**{**LIMITS, "wall_seconds": 0.5})
-    )
+    verdict = score(HELPERS + FORGERIES[forgery], KINDS[kind], limits={"wall_seconds": 0.5}, partial=True)
     assert (verdict.score, verdict.correct) == (0.0, False)
 
 
@@ -304,39 +246,17 @@ def test_programs_cannot_read_or_claim_the_expected_output():
         assert score(code, PROGRAM_TESTS, partial=True).score == 0.0, code
 
 
-# --- malformed rows ---------------------------------------------------------------------------------------------------
+# --- rows that cannot be tried; test_code_forms has those that are not understood -------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        (None, "tests: got None"),
-        ([], r"tests: got \[\]"),
-        (7, "tests: got 7"),
-        ([{"input": "1"}], "expected one of stdout and output"),
-        ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
-        ([{"input": 1, "output": "2"}], r"tests\[0\].input: got 1, expected text"),
-        ({"inputs": [[1]], "outputs": []}, "lists of one length"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: got 1, expected the list"),
-        ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: got 'f\(\); g'"),
-        ({"wrong": 1}, "got the key 'wrong', which is not understood"),
-        (["assert f(1 ="], "got code that does not parse"),
-        ({"test": 3}, "tests.test: got 3, expected a list of tests"),
-        ("", "never uses the program, so any program passes"),
-        ([""], "never uses the program"),
-        ({"test": HUMAN_EVAL["test"]}, r"never uses the program.* check\(candidate\) with its entry_point"),
-        ({"test": "METADATA = {'author': None}\n" + HUMAN_EVAL["test"]}, "never uses the program"),
-        (["import math", "assert 1 == 1"], "never uses the program"),
-    ],
-)
-def test_malformed_tests_are_errors_and_no_zero(tests, message):
-    with pytest.raises(ValueError, match=message):
-        score(ADD, tests)
-
-
-def test_tests_that_need_a_missing_module_are_an_error():
-    with pytest.raises(ValueError, match=r"'no_such_module\.part', which the programs' Python does not have"):
+def test_what_a_row_needs_and_is_not_there_is_an_error():
+    missing = "which the programs' Python does not have"
+    with pytest.raises(ValueError, match=rf"'no_such_module\.part', {missing}"):
         score(ADD, ["import no_such_module.part\nassert add(1, 2) == 3"])
+    with pytest.raises(ValueError, match=rf"'numpy\.linalg', {missing}"):  # its stand-in lacks it
+        score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
+    with pytest.raises(ValueError, match=r"tests_key: got 'cases', expected one of the columns \['other'\]"):
+        score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")
 
 
 EVALPLUS = """import numpy as np
@@ -371,21 +291,6 @@ def test_the_tests_of_evalplus_need_no_numpy(program, expected, right):
     check = f"def check(candidate):\n    assertion(candidate(1.0), {expected!r}, 0)".replace("inf", "np.inf")
     assert score(program, f"{EVALPLUS}\n{calls}\n").correct is right
     assert score(program, f"{EVALPLUS}\n{check}\n", {"entry_point": "f"}).correct is right
-
-
-def test_what_the_stand_in_of_numpy_lacks_and_a_missing_column_are_errors():
-    with pytest.raises(ValueError, match=r"'numpy\.linalg', which the programs' Python does not have"):
-        score(ADD, ["import numpy as np\nassert np.linalg.norm(add(1, 2)) == 3"])
-    with pytest.raises(ValueError, match=r"tests_key: got 'cases', expected one of the columns \['other'\]"):
-        score(ADD, ADD_TESTS, {"other": 1}, tests_key="cases")
-
-
-def test_parsed_tests():
-    assert parse_tests(PROGRAM_TESTS).tests == (ProgramTest("1 2\n", "3\n"), ProgramTest("5 -7", "-2"))
-    assert parse_tests(CALLS).tests[0] == CallTest("add", [1, 2], 3)
-    assert parse_tests(HUMAN_EVAL).tests[0].code.endswith("check(add)\n")
-    assert parse_tests({"test": "assert f() == 1"}, entry_point="f").tests == (CodeTest("assert f() == 1"),)
-    assert isinstance(parse_tests("{'not': json}").tests[0], CodeTest), "it can only fail, with NameError"
 
 
 # --- where the program is ---------------------------------------------------------------------------------------------
@@ -481,30 +386,27 @@ def test_the_program_of_a_reply_is_found(reply):
     assert (found and found.strip()) == (reply["program"] and reply["program"].strip())
 
 
-RIGHT, WRONG = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return a - b\n"
-
-
 @pytest.mark.parametrize(
     "blocks",
     [
-        [RIGHT, WRONG],
-        [RIGHT, RIGHT, WRONG],
-        [f"def plus(a, b):\n    return a + b\n\n{RIGHT}", f"{WRONG}\nplus(1, 2)\n"],
-        [RIGHT, f"class Solution:\n    {WRONG.replace(chr(10), chr(10) + '    ')}\n"],
-        [RIGHT, "add = max\n", WRONG],
+        [ADD, SUBTRACT],
+        [ADD, ADD, SUBTRACT],
+        [f"def plus(a, b):\n    return a + b\n\n{ADD}", f"{SUBTRACT}\nplus(1, 2)\n"],
+        [ADD, f"class Solution:\n    {SUBTRACT.replace(chr(10), chr(10) + '    ')}\n"],
+        [ADD, "add = max\n", SUBTRACT],
     ],
 )
 def test_of_several_candidates_the_last_counts(blocks):
     text = "\nor\n".join(f"```python\n{block}```" for block in blocks)
     assert "return a - b" in extract_code(text, "fence", Asked(frozenset({"add"}))).rpartition("def add")[2]
-    bare = f"{RIGHT}\nIn any case:\n```python\n{WRONG}```\nor else\n\n{RIGHT}"
-    assert extract_code(bare, "fence", Asked(frozenset({"add"}))) == WRONG
+    bare = f"{ADD}\nIn any case:\n```python\n{SUBTRACT}```\nor else\n\n{ADD}"
+    assert extract_code(bare, "fence", Asked(frozenset({"add"}))) == SUBTRACT
 
 
 @pytest.mark.parametrize(
     "piece",
     [
-        *("`", "~", "```\n", "```python\n", "~~~\n", '"""\n', "'''", "# ", "\\", RIGHT, " ", "\t\n", ">>> x\n", "- "),
+        *("`", "~", "```\n", "```python\n", "~~~\n", '"""\n', "'''", "# ", "\\", ADD, " ", "\t\n", ">>> x\n", "- "),
         *("> ", "for in :", "import a, ", "a = ", "a[", "@a(", "</a>", "<answer>", "```a` ", "\r", "````\n```\n"),
         *('```python\n"""\n```\n', "```python\n  x\n```\n", "```python\nimport a\n```\n"),
         "```python\ndef f():\n  pass\n```\n",

@@ -1,6 +1,5 @@
 """The forms of tests that public datasets have: right programs score in each, wrong ones in none."""
 
-import asyncio
 import base64
 import json
 import pickle
@@ -8,34 +7,29 @@ import zlib
 
 import pytest
 
-from roll.extras.sandbox.code_tests import CallTest, parse_tests
+from roll.extras.sandbox.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import Sample
-from tests.unit.extras.sandbox.code_forms import ADD, EURUS, FORMS, IO, LCB_COLUMN, private
-from tests.unit.extras.sandbox.forked_sandbox import forked
+from tests.unit.extras.sandbox.code_forms import ADD, CHECK, EURUS, FORMS, IO, LCB_COLUMN, private
+from tests.unit.extras.sandbox.forked_sandbox import scores
 
 
-async def _wrong_scores(forms, wrong):
-    """Where a right program does not score, or a wrong one does."""
-    failures = []
+def check_scores(forms, wrong):
     for form in forms:
-        with forked(**form.args) as score:
-            for wanted, programs in ((1.0, form.right), (0.0, form.wrong[wrong])):
-                for program in programs:
-                    seen = await score(program, form.tests, form.extra)
-                    failures += [] if seen == wanted else [(form.name, program, seen)]
-    return failures
+        wanted = dict.fromkeys(form.right, 1.0) | dict.fromkeys(form.wrong[wrong], 0.0)
+        seen = scores([(form.tests, program, form.extra) for program in wanted], **form.args)
+        assert dict(zip(wanted, seen, strict=True)) == wanted, form.name
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_right_programs_score_in_every_form_and_wrong_ones_in_none(every):
     assert len({form.name for form in FORMS}) == len(FORMS) > 100
-    assert asyncio.run(_wrong_scores(FORMS[::every], slice(1))) == []
+    check_scores(FORMS[::every], slice(1))
 
 
 @pytest.mark.slow
 def test_further_wrong_programs_score_in_no_form():
-    assert asyncio.run(_wrong_scores(FORMS, slice(1, None))) == []
+    check_scores(FORMS, slice(1, None))
 
 
 @pytest.mark.parametrize(
@@ -67,14 +61,33 @@ def test_further_wrong_programs_score_in_no_form():
         (base64.b64encode(zlib.compress(pickle.dumps([1, 2]))).decode(), "compressed tests .* a pickle with"),
         (base64.b64encode(zlib.compress(pickle.dumps(print))).decode(), "compressed tests .* a pickle with"),
         (private(LCB_COLUMN)[:-40], "compressed tests that cannot be read"),
+        (None, "tests: got None"),
+        ([], r"tests: got \[\]"),
+        (7, "tests: got 7"),
+        ([{"input": "1"}], "expected one of stdout and output"),
+        ([{"input": "1", "stdin": "1", "output": "2"}], "expected one of stdin and input"),
+        ([{"input": 1, "output": "2"}], r"tests\[0\].input: got 1, expected text"),
+        ({"inputs": [[1]], "outputs": []}, "lists of one length"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [2]}, r"tests.inputs\[0\].inputs: got 1, expected the list"),
+        ({"fn_name": "f(); g", "inputs": [[1]], "outputs": [2]}, r"tests.fn_name: got 'f\(\); g'"),
+        ({"wrong": 1}, "got the key 'wrong', which is not understood"),
+        (["assert f(1 ="], "got code that does not parse"),
+        ({"test": 3}, "tests.test: got 3, expected a list of tests"),
+        ("", "never uses the program, so any program passes"),
+        ([""], "never uses the program"),
+        ({"test": CHECK}, r"never uses the program.* check\(candidate\) with its entry_point"),
+        ({"test": "METADATA = {'author': None}\n" + CHECK}, "never uses the program"),
+        (["import math", "assert 1 == 1"], "never uses the program"),
     ],
 )
 def test_what_is_not_understood_is_an_error_of_the_row(tests, message):
     with pytest.raises(ValueError, match=message):
         parse_tests(tests)
-    row = Sample(prompt="?", response="", ground_truth=json.loads(json.dumps(tests)), data_source="code")
+    row = Sample("?", "", json.loads(json.dumps(tests)), "code")
     with pytest.raises(ValueError, match=message):
         CodeVerifier.check_row(CodeConfig(), row)
+    with pytest.raises(ValueError, match=message):  # and no zero
+        scores([(tests, ADD)])
 
 
 def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatch):
@@ -88,6 +101,11 @@ def test_rows_are_read_by_the_keys_of_the_configuration_up_to_a_bound(monkeypatc
 
 
 def test_values_and_arguments_are_read_as_they_are_written():
+    programs = parse_tests([{"input": "1 2\n", "output": "3\n"}, {"stdin": "5 -7", "stdout": "-2"}]).tests
+    assert programs == (ProgramTest("1 2\n", "3\n"), ProgramTest("5 -7", "-2"))
+    assert parse_tests({"test": "assert f() == 1"}, entry_point="f").tests == (CodeTest("assert f() == 1"),)
+    assert parse_tests({"test": CHECK, "entry_point": "add"}).tests[0].code.endswith("check(add)\n")
+    assert isinstance(parse_tests("{'not': json}").tests[0], CodeTest), "it can only fail, with NameError"
     assert parse_tests(EURUS).tests[0] == CallTest("add", [1, 2], [3]) and parse_tests(EURUS).wrapped
     lines = {"fn_name": "f", "inputs": ['[1, 2]\n"x"'], "outputs": ['{"a": null}']}
     assert parse_tests(lines).tests == (CallTest("f", [[1, 2], "x"], {"a": None}),)
@@ -97,19 +115,14 @@ def test_values_and_arguments_are_read_as_they_are_written():
 
 
 @pytest.mark.parametrize("partial", [False, True])
-async def test_wrapped_values_are_read_in_one_way_throughout(partial):
+def test_wrapped_values_are_read_in_one_way_throughout(partial):
     tests = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [3]]}
-
-    mixed = "def f(n):\n    return n if n == 1 else [n]\n"
-    with forked(partial=partial) as score:
-        found = [await score(program, tests) for program in ("def f(n):\n    return n\n", mixed)]
-    assert found == [1.0, pytest.approx(2 / 3) if partial else 0.0]
+    cases = [(tests, f"def f(n):\n    return {value}\n") for value in ("n", "n if n == 1 else [n]")]
+    assert scores(cases, partial=partial) == [1.0, pytest.approx(2 / 3) if partial else 0.0]
 
 
-async def test_code_that_asks_nothing_is_no_test_of_its_own():
+def test_code_that_asks_nothing_is_no_test_of_its_own():
     suite = parse_tests(["import math", "assert math.floor(add(1, 2)) == 3", "assert True"])
     assert [test.code for test in suite.tests] == ["assert math.floor(add(1, 2)) == 3\nassert True"]
-
-    with forked(partial=True) as score:
-        found = [await score(program, ["assert True", "assert add(1, 2) == 3"]) for program in (ADD, "pass")]
-    assert found == [1.0, 0.0]
+    tests = ["assert True", "assert add(1, 2) == 3"]
+    assert scores([(tests, ADD), (tests, "pass")], partial=True) == [1.0, 0.0]

@@ -1,14 +1,14 @@
 """Names of test code: the program's where the row asks for it, Python's everywhere else. Programs that plant them."""
 
-import asyncio
+import functools
 
 import pytest
 
 from roll.extras.sandbox.code_names import provided, resolve
 from roll.extras.sandbox.harness import Channel, decode
-from tests.unit.extras.sandbox.forked_sandbox import forked
+from tests.unit.extras.sandbox import forked_sandbox
+from tests.unit.extras.sandbox.code_forms import ADD
 
-ADD = "def add(a, b):\n    return a + b\n"
 BAD = "def add(a, b):\n    return -1\n"
 BUILT_INS = (
     "sum max min pow sorted reversed round divmod filter map set list dict hash id len abs all any zip range next iter "
@@ -22,17 +22,14 @@ UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):
 
 
 def add_as(name):
-    return f"def {name}(a, b):\n    return a + b\n"
+    return ADD.replace("add", name)
 
 
-def scores(cases, **args):
-    """The scores of (tests, program) and (tests, program, other columns)."""
+scores = functools.partial(forked_sandbox.scores, partial=True)
 
-    async def run():
-        with forked(partial=True, **args) as score:
-            return [await score(program, tests, *extra) for tests, program, *extra in cases]
 
-    return asyncio.run(run())
+def named_scores(cases, **args):
+    return dict(zip(cases, scores(cases.values(), **args), strict=True))
 
 
 # --- functions named as Python's
@@ -43,10 +40,8 @@ def scores(cases, **args):
 def test_a_row_may_ask_for_a_function_of_a_name_that_python_has(names, every):
     asked = names.split()[::every]
     rows = {name: [f"assert {name}(10, 15) == 25", f"assert {name}(100, 150) == 250"] for name in asked}
-    right = scores([(tests, add_as(name)) for name, tests in rows.items()])
-    assert dict(zip(rows, right, strict=True)) == dict.fromkeys(rows, 1.0)
-    nothing = scores([(tests, "pass") for tests in rows.values()])
-    assert dict(zip(rows, nothing, strict=True)) == dict.fromkeys(rows, 0.0)
+    assert named_scores({name: (tests, add_as(name)) for name, tests in rows.items()}) == dict.fromkeys(rows, 1.0)
+    assert named_scores({name: (tests, "pass") for name, tests in rows.items()}) == dict.fromkeys(rows, 0.0)
 
 
 HONEST = {
@@ -99,13 +94,28 @@ HONEST = {
     "a guard that reads": (["assert add(1, 2) == 3"],
         ADD + "if __name__ == '__main__':\n    print(add(int(input()), 2))\n"),
     "lines that read": (["assert add(1, 2) == 3"], ADD + "n = int(input())\nprint(add(n, 2))\n"),
+    "an argument that is changed": (["a = [3, 1]\nf(a)\nassert a == [1, 3]"], "def f(x):\n    x.sort()"),
+    "a generator": (["assert list(f(3)) == [0, 1, 2]"], "def f(n):\n    yield from range(n)"),
+    "an exception": (["try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"],
+        "def f(x):\n    raise ValueError('no')"),
+    "objects": (["assert total([Box(1), Box(2)]) == 3", "b = Box(5)\nassert b.get() == 5 and b.n == 5"],
+        "class Box:\n    def __init__(self, n):\n        self.n = n\n    def get(self):\n        return self.n\n"
+        "def total(boxes):\n    return sum(box.n for box in boxes)"),
+    "values": (["assert f() == (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)", "assert isinstance(f(), tuple)"],
+        "def f():\n    return (1, {2: [3.5]}, {4}, b'5', None, 6j, 2**80)"),
+    "a value of a module's type": (["assert f('aab') == {'a': 2, 'b': 1}"],
+        "from collections import Counter\ndef f(s):\n    return Counter(s)"),
+    "math": (["assert math.isclose(f(1), 1 / 3)", "import math\nassert math.floor(f(7)) == 2"],
+        "def f(x):\n    return x / 3"),
+    "named arguments": (["assert f(2, by=5) == 10", "assert f('é\\n') == 'é\\né\\n'"],
+        "def f(x, *, by=2):\n    return x * by"),
+    "noise": (["assert f(1) == 1"], "def f(n):\n    print('noise', n)\n    return n"),
     "star import": ("from solution import *\nassert add(1, 2) == 3 and len([1]) == 1", ADD),
 }  # fmt: skip
 
 
 def test_names_mean_what_the_author_of_the_tests_meant():
-    seen = scores(HONEST.values())
-    assert dict(zip(HONEST, seen, strict=True)) == dict.fromkeys(HONEST, 1.0)
+    assert named_scores(HONEST) == dict.fromkeys(HONEST, 1.0)
 
 
 def test_names_are_resolved_before_anything_runs():
@@ -235,8 +245,7 @@ def test_objects_that_equal_everything_earn_nothing():
         *(("", "[Always()]"), ("", "Always"), ("", "{'k': Always()}")),
     ]
     programs = [META, *(ALWAYS.format(base=base, make=make) for base, make in makes)]
-    assert scores([(COMPARED, program) for program in programs]) == [0.0] * len(programs)
-    assert scores([(COMPARED, ADD)]) == [1.0]
+    assert scores([(COMPARED, program) for program in (ADD, *programs)]) == [1.0] + [0.0] * len(programs)
 
 
 VECTOR = """class V:
@@ -289,22 +298,14 @@ ROWS = {
     "unittest": UNITTEST.format("add(1, 2)"),
     "pytest": "import pytest\nfrom solution import add\ndef test_it():\n    assert add(1, 2) == pytest.approx(3)\n",
 }
+ENDINGS = [
+    *("raise AssertionError", "raise SystemExit(0)", "raise KeyboardInterrupt", "raise GeneratorExit", "quit()"),
+    *("raise StopIteration", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.abort()"),
+    *("return [0] * 10**15", "yield 3", "import unittest; raise unittest.SkipTest", "return range(10**18)"),
+    *("return float('nan')", "return str(a + b)", "return True", "return [a + b, a + b]", "return None"),
+]
 SNEAKY = {
-    **{
-        ending: f"def add(a, b):\n    {ending}\n"
-        for ending in (
-            *(
-                "raise AssertionError",
-                "raise SystemExit(0)",
-                "raise KeyboardInterrupt",
-                "raise GeneratorExit",
-                "quit()",
-            ),
-            *("raise StopIteration", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.abort()"),
-            *("return [0] * 10**15", "yield 3", "import unittest; raise unittest.SkipTest", "return range(10**18)"),
-            *("return float('nan')", "return str(a + b)", "return True", "return [a + b, a + b]", "return None"),
-        )
-    },
+    **{ending: f"def add(a, b):\n    {ending}\n" for ending in ENDINGS},
     "atexit": f"import atexit, os\natexit.register(lambda: os._exit(0))\n{BAD}",
     "thread": f"import threading\nthreading.Thread(target=lambda: None, daemon=True).start()\n{BAD}",
     "trace": f"import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\n{BAD}",
@@ -343,8 +344,8 @@ SNEAKY = {
     "row", [pytest.param(row, marks=pytest.mark.slow if number else []) for number, row in enumerate(ROWS)]
 )
 def test_sneaky_programs_earn_nothing(row):
-    seen = scores([(ROWS[row], program) for program in SNEAKY.values()], limits={"wall_seconds": 1})
-    assert {name: score for name, score in zip(SNEAKY, seen, strict=True) if score} == {}
+    cases = {name: (ROWS[row], program) for name, program in SNEAKY.items()}
+    assert named_scores(cases, limits={"wall_seconds": 1}) == dict.fromkeys(SNEAKY, 0.0)
 
 
 def test_a_program_cannot_name_what_python_has():
@@ -435,10 +436,10 @@ LENT = {
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_what_tests_give_the_program_is_lent_to_it(group):
-    chosen = dict(list(LENT.items())[group::2])
-    found = scores([([test], program) for test, program in chosen.values()])
-    assert dict(zip(chosen, found, strict=True)) == dict.fromkeys(chosen, 1.0)
-    assert scores([([test], "def wrong(*_):\n    return None\n") for test, _ in chosen.values()]) == [0.0] * len(chosen)
+    chosen = {name: ([test], program) for name, (test, program) in list(LENT.items())[group::2]}
+    assert named_scores(chosen) == dict.fromkeys(chosen, 1.0)
+    wrong = {name: (tests, "def wrong(*_):\n    return None\n") for name, (tests, _) in chosen.items()}
+    assert named_scores(wrong) == dict.fromkeys(chosen, 0.0)
 
 
 NOSY = {
@@ -452,8 +453,8 @@ NOSY = {
 
 def test_what_is_lent_leads_to_nothing_else_of_the_tests():
     test = "expected = 3\nassert apply(lambda v: v, 3) == expected"
-    found = scores([([test], f"def apply(f, x):\n    return {value}\n") for value in NOSY.values()])
-    assert dict(zip(NOSY, found, strict=True)) == dict.fromkeys(NOSY, 0.0)
+    cases = {name: ([test], f"def apply(f, x):\n    return {value}\n") for name, value in NOSY.items()}
+    assert named_scores(cases) == dict.fromkeys(NOSY, 0.0)
 
 
 def test_what_cannot_be_lent_is_a_problem_of_the_row_and_never_one_that_a_program_can_make():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -17,12 +18,10 @@ from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import RewardError, RewardResult, Sample
 from roll.rewards.types import SandboxUnavailableError
+from tests.unit.extras.sandbox.code_forms import ADD, PRODUCT, PROGRAM, SUBTRACT
 
-ADD = "def add(a, b):\n    return a + b\n"
-SUBTRACT = ADD.replace("+", "-")
 CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}
 ASSERTIONS = ["assert add(1, 2) == 3", "assert add(0, 5) == 5"]
-PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 PROGRAMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2"}]
 KEY = "sk-remote-very-secret"
 
@@ -34,15 +33,8 @@ class Service(ThreadingHTTPServer):
 
     def __init__(self, faults: list[tuple[int, str]]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.faults = faults
-        self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.authorizations: list[str | None] = []
-        self.lock = threading.Lock()
-        self.running = self.most = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        self.url, self.faults = f"http://127.0.0.1:{self.server_port}", faults
+        self.requests: list[tuple[str, str | None, dict[str, Any]]] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -50,15 +42,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with self.server.lock:
-            self.server.requests.append((self.path, body))
-            self.server.authorizations.append(self.headers["authorization"])
-            fault = self.server.faults.pop(0) if self.server.faults else None
-            self.server.running += 1
-            self.server.most = max(self.server.most, self.server.running)
+        self.server.requests.append((self.path, self.headers["authorization"], body))
+        fault = self.server.faults.pop(0) if self.server.faults else None
         status, content = fault or (200, json.dumps(self.answer(body)))
-        with self.server.lock:
-            self.server.running -= 1
         self.send_response(status)
         self.send_header("Content-Length", str(len(content.encode())))
         self.end_headers()
@@ -75,8 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         good = not done.timed_out and done.exit_code == 0
         return {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": run}
 
-    def log_message(self, *args: Any) -> None:
-        """Keeps the test's output clean."""
+    def log_message(self, *_: Any) -> None: ...
 
 
 @contextmanager
@@ -96,11 +81,11 @@ def serving(*faults: tuple[int, str]) -> Iterator[Service]:
         service.server_close()
 
 
-def score_all(url: str, codes: list[str], tests: object, remote: dict[str, Any] | None = None, **args: Any):
-    config = CodeConfig(
-        remote={"url": url, "retry_wait": 0.01, **(remote or {})},
-        **{"limits": SandboxLimits(wall_seconds=3, memory_mb=256), **args},
-    )
+def score_all(
+    url: str, codes: list[str], tests: object, remote: dict[str, Any] | None = None, wall_seconds: float = 3
+) -> list[RewardResult]:
+    limits = SandboxLimits(wall_seconds=wall_seconds, memory_mb=256)
+    config = CodeConfig(remote={"url": url, "retry_wait": 0.01, **(remote or {})}, limits=limits, partial=True)
     assert not list(rules_broken(config))
 
     async def run() -> list[RewardResult]:
@@ -116,16 +101,22 @@ def score_all(url: str, codes: list[str], tests: object, remote: dict[str, Any] 
 
 @pytest.mark.parametrize(
     ("good", "bad", "tests"),
-    [(PROGRAM, PROGRAM.replace("+", "-"), PROGRAMS), (ADD, SUBTRACT, CALLS), (ADD, SUBTRACT, ASSERTIONS)],
-    ids=["programs", "calls", "assertions"],
+    [
+        (PROGRAM, PRODUCT, PROGRAMS),
+        (ADD, SUBTRACT, CALLS),
+        (ADD, SUBTRACT, ASSERTIONS),
+        ("print(Counter(sys.stdin.readline().split())['a'])", "print(3)", [{"input": "a b a", "output": "2"}]),
+        ("def f(x: List[int]) -> int:\n    return math.floor(sum(x))", "f = max", ["assert f([1, 2]) == 3"]),
+    ],
+    ids=["programs", "calls", "assertions", "a program without imports", "a function without imports"],
 )
 def test_programs_score_as_in_the_local_sandbox(good, bad, tests):
     with serving() as service:
-        right, wrong = score_all(service.url, [good, bad], tests, partial=True)
+        right, wrong = score_all(service.url, [good, bad], tests)
     assert (right.score, right.correct) == (1.0, True)
     assert right.parts == {"tests_passed": 1.0, "request_retries": 0.0}
     assert not wrong.correct and wrong.score < 1
-    path, body = service.requests[0]
+    path, _, body = service.requests[0]
     assert path == "/run_code" and body["language"] == "python"
     assert (body["memory_limit_MB"], body["run_timeout"] <= 8) == (256, True)
 
@@ -142,22 +133,13 @@ FORGERIES = [
 
 def test_what_did_not_pass_the_tests_scores_nothing_and_a_test_that_takes_too_long_costs_that_test_only():
     slow = "def add(a, b):\n    while a == 1:\n        pass\n    return a + b"
-    limits = SandboxLimits(wall_seconds=1, memory_mb=256)
     with serving() as service:
-        *forged, half = score_all(service.url, [*FORGERIES, slow], ASSERTIONS, partial=True, limits=limits)
+        *forged, half = score_all(service.url, [*FORGERIES, slow], ASSERTIONS, wall_seconds=1)
     assert [(verdict.score, verdict.parts["tests_passed"]) for verdict in forged] == [(0.0, 0.0)] * len(FORGERIES)
     assert half.score == 0.5
 
 
 _ERROR = json.dumps({"status": "SandboxError", "message": "no pod is free"})
-
-
-def test_programs_may_do_without_imports():
-    with serving() as service:
-        program = "print(Counter(sys.stdin.readline().split())['a'])"
-        assert score_all(service.url, [program], [{"input": "a b a", "output": "2"}])[0].correct
-        function = "def f(x: List[int]) -> int:\n    return math.floor(sum(x))"
-        assert score_all(service.url, [function], ["assert f([1, 2]) == 3"])[0].correct
 
 
 def test_failures_of_the_service_are_tried_again_and_counted():
@@ -185,7 +167,7 @@ def test_a_key_is_sent_and_never_told(monkeypatch, caplog):
     refused = pytest.raises(RewardError, match="<redacted> is unknown")
     with serving((401, f"{KEY} is unknown")) as service, refused as caught:
         score_all(service.url, [PROGRAM], PROGRAMS, {"api_key_env": "SANDBOX_KEY"})
-    assert service.authorizations == [f"Bearer {KEY}"]
+    assert [key for _, key, _ in service.requests] == [f"Bearer {KEY}"]
     assert KEY not in str(caught.value) and KEY not in caplog.text
     with pytest.raises(ValueError, match=r"remote\.api_key_env: the environment variable NO_SUCH_KEY is not set"):
         score_all("http://localhost:9", [PROGRAM], PROGRAMS, {"api_key_env": "NO_SUCH_KEY"})
@@ -198,9 +180,9 @@ def test_a_silent_service_times_out():
 
     with serving() as service:
         service.RequestHandlerClass = Silent  # type: ignore[misc]
-        limits = SandboxLimits(wall_seconds=0.2, memory_mb=256)
+        remote = {"request_timeout": 0.1, "max_attempts": 1}
         with pytest.raises(RewardError, match=r"no reply within request_timeout = 0\.1 \+ 0\.2 seconds"):
-            score_all(service.url, [PROGRAM], PROGRAMS, {"request_timeout": 0.1, "max_attempts": 1}, limits=limits)
+            score_all(service.url, [PROGRAM], PROGRAMS, remote, wall_seconds=0.2)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +196,4 @@ def test_a_silent_service_times_out():
 )
 def test_what_the_service_does_not_read_is_refused(args, message):
     [problem] = section_problems(CodeConfig, {"remote": {"url": "http://host:8080"}, **args})
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(str(problem))
-    assert "secret" not in str(problem)
+    assert re.search(message, str(problem)) and "secret" not in str(problem)
