@@ -44,7 +44,7 @@ from tests.support.families import tiny_config, tiny_model
 from tests.support.trainers import make_trainer
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True, "intermediate_size": 96},
     "llama": {"tie_word_embeddings": False},
     "qwen3": {"head_dim": 32},
     "gpt_neox": {},
@@ -243,7 +243,9 @@ def test_sampled_logprobs_are_those_of_the_full_tempered_distribution(attention,
         GenerateRequest(str(i), p, SamplingParams(max_new_tokens=9, temperature=0.7, seed=i, **rng.choice(choices)))
         for i, p in enumerate(prompts(20))
     ]
-    engine = make_trainer(Path(model_path()), "hf_infer", model_args={"attn_implementation": attention}, sequence_length=256)
+    engine = make_trainer(
+        Path(model_path()), "hf_infer", model_args={"attn_implementation": attention}, sequence_length=256
+    )
     try:
         assert_said(load(model_path()), requests, asyncio.run(burst(engine, requests)), temperature=0.7)
     finally:
