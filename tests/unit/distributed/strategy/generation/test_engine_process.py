@@ -97,20 +97,16 @@ def test_an_error_belongs_to_its_call(engine):
     assert engine.submit("add", 1, 1).result(20) == {"sum": 2}
 
 
-def test_the_last_words_of_an_engine_reach_all_who_wait(engine):
+@pytest.mark.parametrize(
+    ("death", "words"), [("die", "the engine died: out of memory"), ("die_while_answering", "exit code 3")]
+)
+def test_the_last_words_of_an_engine_reach_all_who_wait(engine, death, words):
     waiting = engine.submit("wait")
-    engine.submit("die")
-    with pytest.raises(EngineStoppedError, match="the engine died: out of memory"):
+    engine.submit(death)
+    with pytest.raises(EngineStoppedError, match=words):
         waiting.result(20)
-    with pytest.raises(EngineStoppedError, match="out of memory"):
+    with pytest.raises(EngineStoppedError, match=words):
         engine.submit("add", 1, 1)
-
-
-def test_an_engine_that_dies_within_an_answer_fails_all_who_wait(engine):
-    waiting = engine.submit("wait")
-    engine.submit("die_while_answering")
-    with pytest.raises(EngineStoppedError, match="exit code 3"):
-        waiting.result(20)
 
 
 def test_an_engine_ends_when_its_caller_dies_within_a_call(engine):
