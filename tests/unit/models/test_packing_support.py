@@ -22,14 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences, packed_row
-from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.models import planned_attention
 from roll.models.measured import FILE, kinds, packing_problem, watched
 from roll.models.scoring import TokenScorer, score_input
 from tests.support.families import BOUND, FAMILIES, LAYERS, measured, packing_differences, tiny_config, tiny_model
 from tests.support.sizes import sizes
-from tests.support.trainers import make_batch, make_context
+from tests.support.trainers import make_batch, make_trainer
 from tests.unit.models.conftest import refusals
 
 LISTED = json.loads(FILE.read_text(encoding="utf-8"))
@@ -138,27 +136,19 @@ def test_validation_refuses_a_packed_role_with_its_reason(tmp_path, family, stra
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "options"),
-    [
-        (Fsdp2Train, "fsdp2_train", {}),
-        (Fsdp2Infer, "fsdp2_infer", {}),
-        (HfInfer, "hf_infer", {"role": "reference", "sequence_length": 64}),
-    ],
+    ("name", "role"), [("fsdp2_train", "actor_train"), ("fsdp2_infer", "actor_train"), ("hf_infer", "reference")]
 )
-def test_loading_refuses_it_where_the_configuration_was_not_at_hand(tmp_path, kind, name, options):
+def test_loading_refuses_it_where_the_configuration_was_not_at_hand(tmp_path, name, role):
     tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path)
-    context = make_context(tmp_path, name, worker={"use_sequence_packing": True}, **options)
-    key = rf"{context.role}\.use_sequence_packing: true, expected false: nemotron lets"
-    with pytest.raises(ValueError, match=key):
-        kind(context).setup()
+    with pytest.raises(ValueError, match=rf"{role}\.use_sequence_packing: true, expected false: nemotron lets"):
+        make_trainer(tmp_path, name, worker={"use_sequence_packing": True}, role=role, sequence_length=64)
 
 
 def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, caplog):
     """Sharing is on by default: the run continues without it and says so once."""
     tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
-        scorer = Fsdp2Infer(make_context(tmp_path, "fsdp2_infer"))
-        scorer.setup()
+        scorer = make_trainer(tmp_path, "fsdp2_infer")
     assert not scorer.shares_prompts
     (line,) = [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()]
     assert line.startswith("actor_train.share_prompts: off, as nemotron lets the sequences of a row see each other")
