@@ -26,6 +26,7 @@ from roll.models.pictures import FAMILIES, PictureInput, Tower, tower_of
 from roll.models.planned_attention import enable_sharing
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.preflight.models import check_frozen_parts
+from tests.support.contract import one_thread
 from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import MARK, make_pictured, make_rows, picture, shown, unmodified
@@ -301,15 +302,10 @@ def test_no_bit_of_features_depends_on_other_pictures(tmp_path, family):
         output = tower.see(seen)["mm_encoder_outputs"]["image"].pooler_output
         return (output if isinstance(output, Tensor) else torch.cat(output)), len(seen.values)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            together, passes = features(rows)
-            alone = [features([row])[0] for row in rows]
-            reversed_order = features(rows[::-1])[0]
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.inference_mode():
+        together, passes = features(rows)
+        alone = [features([row])[0] for row in rows]
+        reversed_order = features(rows[::-1])[0]
     shapes = [item.data.shape for items in batch.items_I for item in items]
     assert passes == (len(shapes) if family == "mistral3" else len({*shapes}))
     assert torch.equal(together, torch.cat(alone))

@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from roll.distributed.strategy.generation import engine_process
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess, EngineStoppedError
+from tests.support.processes import gone
 
 SERVER = Path(engine_process.__file__).parent
 """Both sides import the standard library alone; an engine may do without the package's other imports."""
@@ -66,19 +66,6 @@ def engine(tmp_path: Path) -> Iterator[EngineProcess]:
     process = EngineProcess([sys.executable, str(script)], dict(os.environ), "the engine")
     yield process
     process.close()
-
-
-def gone(pid: int) -> bool:
-    """Dead, or a zombie that its new parent has yet to collect."""
-    status = Path(f"/proc/{pid}/stat")
-    for _ in range(200):
-        try:
-            if status.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_calls_run_side_by_side_and_bring_their_results(engine):

@@ -1,9 +1,8 @@
 """hf_infer beyond the contract of all generators (``tests/generators``), against transformers' own ``generate``."""
 
 import asyncio
-import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.support.contract import (
     forward_logprobs,
     greedy_oracle,
     load,
+    one_thread,
     pause,
     prompts,
     requests_of,
@@ -114,16 +114,6 @@ def assert_said(
 def assert_greedy(model: PreTrainedModel, requests: Sequence[GenerateRequest], completions: Sequence[Completion]):
     for request, completion in zip(requests, completions, strict=True):
         assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, request.params.max_new_tokens)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
