@@ -4,6 +4,7 @@ and saved with its names, formats and files; only what was trained differs."""
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def stored(folder: Path) -> dict[str, tuple[str, bytes]]:
 @pytest.mark.parametrize(("family", "strategy"), CASES)
 def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
     folder, saved = publish(tmp_path / "model", family), tmp_path / "saved"
-    trainer = started(Layout("alone", strategy, 1, TRAINERS[strategy], model_args={"dtype": None}), folder)
+    trainer = make_trainer(folder, strategy, strategy_config=TRAINERS[strategy], model_args={"dtype": None})
     weights = trainer.weights
     changed = next(name for name in weights.trained if name.endswith("norm.weight"))
     fill(weights, [changed], MASTER, lambda name: StoredTensor.of(torch.full(weights.shape(name), 1 / 3)))
@@ -104,13 +105,13 @@ def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
 def test_frozen_parts_in_float32_are_kept_or_refused(tmp_path, strategy):
     folder = publish(tmp_path / "model", "llama3")
     options = {"dtype": None, "freeze_module_prefix": "model.layers.0"}
-    layout = Layout("alone", strategy, 1, TRAINERS[strategy], model_args=options)
+    start = partial(make_trainer, folder, strategy, strategy_config=TRAINERS[strategy], model_args=options)
     if strategy == "deepspeed_train":
         words = r"model\.layers\.0\.\S+: it is in float32 in the model's folder and not trained"
         with pytest.raises(ValueError, match=words):
-            started(layout, folder)
+            start()
         return
-    trainer = started(layout, folder)
+    trainer = start()
     take_steps(trainer, 0)
     trainer.save_model(tmp_path / "saved")
     before, after = stored(folder), stored(tmp_path / "saved")
@@ -161,9 +162,8 @@ def differ(found: Tensor, folder: Path) -> float:
     return float((found - plain_logprobs(model, batch, TEMPERATURE))[batch.loss_mask_T].abs().max())
 
 
-def scores(trainer: Any) -> Tensor:
-    found = trainer.logprobs(make_batch(0)).logprobs_T
-    return found
+def scores(trainer: Any) -> Any:
+    return trainer.logprobs(make_batch(0)).logprobs_T
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_bits_are_read_as_they_are_meant_and_saved_as_plain_weights(tmp_path, fa
     files = WeightFiles(str(tmp_path / "model"))
     read = {name: files.read(name) for name in files.names}
     check(read, meant, exactly=family == "gpt_oss")
-    trainer = started(Layout("alone", "fsdp2_train", 1, model_args={"dtype": None}), tmp_path / "model")
+    trainer = make_trainer(tmp_path / "model", model_args={"dtype": None})
     assert caplog.text.count("are read as bf16; models that are saved have them so, without quantization_config") == 1
     trainer.save_model(tmp_path / "saved")
     export_folder(Export(tmp_path / "model"), tmp_path / "exported")

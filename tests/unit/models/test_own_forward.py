@@ -28,8 +28,6 @@ ENGINES = ("fsdp2_train", "deepspeed_train")
 PACKED = {"use_sequence_packing": True, "share_prompts": False}
 SHARED = {"use_sequence_packing": True, "share_prompts": True}
 PADDED = {"share_prompts": False}
-EXPERTS = 6 * 2
-"""Of a token: six layers, two experts each."""
 
 
 def make_trainer(folder: Path, engine: str, family: str, worker: dict[str, Any], **options: Any) -> Any:
@@ -48,7 +46,8 @@ def make_batch(*, experts: bool = False) -> Batch:
     batch = Batch(lengths, torch.cat(rows), torch.zeros(int(lengths.sum())).bool())
     batch = batch.replace(loss_mask_T=batch.positions_T >= 30)
     if experts:
-        chosen = torch.rand(batch.num_tokens, EXPERTS // 2, 4, generator=generator).argsort(-1)[..., :2]
+        # Two of four experts in each of six layers.
+        chosen = torch.rand(batch.num_tokens, 6, 4, generator=generator).argsort(-1)[..., :2]
         batch = batch.replace(experts_TE=chosen.flatten(1).to(torch.int16))
     return batch
 
@@ -241,17 +240,11 @@ def test_no_family_is_scored_wrong_without_a_word(family):
         pytest.skip(f"cannot be built tiny from its configuration alone: {error}")
     try:
         scorer = TokenScorer(model)
-        score_batch(scorer, short_batch(), check=in_one_process(scorer))
+        score_batch(scorer, trainers.make_batch(3), check=in_one_process(scorer))
     except ValueError as error:
         assert "own forward pass" in str(error)
         return
     assert difference(family) < 1e-5
-
-
-def short_batch(lengths: tuple[int, ...] = (9, 12, 7)) -> Batch:
-    tokens = torch.randint(3, 90, (sum(lengths),), generator=torch.Generator().manual_seed(1))
-    batch = Batch(torch.tensor(lengths), tokens, torch.zeros(sum(lengths)).bool())
-    return batch.replace(loss_mask_T=batch.positions_T > 2)
 
 
 def test_the_gradient_is_that_of_the_models_own_forward_in_chunks_too(monkeypatch):
@@ -297,7 +290,7 @@ def test_a_model_without_a_trunk_of_its_own_is_refused():
 
 def test_an_entry_of_that_name_which_the_models_code_does_not_read_changes_nothing():
     config = tiny_config("qwen2", logit_scale=0.5, final_logit_softcapping=2.0)
-    scorer, batch = TokenScorer(tiny_model(config)), short_batch()
+    scorer, batch = TokenScorer(tiny_model(config)), trainers.make_batch(3)
     plain = score_batch(TokenScorer(tiny_model(tiny_config("qwen2"))), batch).logprobs_T
     assert torch.equal(score_batch(scorer, batch, check=in_one_process(scorer)).logprobs_T, plain)
 

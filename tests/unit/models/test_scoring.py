@@ -39,6 +39,7 @@ from roll.models.loading import load_causal_lm
 from roll.models.routing import expert_sizes
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.models.tokenizer import load_tokenizer
+from tests.support import trainers
 from tests.support.families import tiny_config, tiny_model
 from tests.support.sizes import sizes
 
@@ -64,13 +65,8 @@ def make_model(config: Any = CONFIGS["qwen2"], seed: int = 1) -> PreTrainedModel
 
 
 def make_batch(num_ids: int = 37) -> Batch:
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(2, 12, (7,), generator=generator)
-    num_tokens = int(lengths.sum())
-    batch = Batch(
-        lengths, torch.randint(0, num_ids, (num_tokens,), generator=generator), torch.zeros(num_tokens).bool()
-    )
-    return batch.replace(loss_mask_T=(torch.rand(num_tokens, generator=generator) < 0.6) & (batch.positions_T > 0))
+    batch = trainers.make_batch(7, seed=3)
+    return batch.replace(tokens_T=batch.tokens_T % num_ids)
 
 
 def full_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -88,13 +84,11 @@ def test_scores_equal_those_of_the_full_logits(name):
     with torch.no_grad():
         expected_TV = (full_logits(model, batch) / 0.7).log_softmax(-1)
     scores = score_batch(TokenScorer(model, temperature=0.7), batch)
-    squares_T = score_batch(
-        TokenScorer(model, temperature=0.7, needs=(quantities.prob_square_sum,)), batch
-    ).prob_square_sum_T
+    alone = TokenScorer(model, temperature=0.7, needs=(quantities.prob_square_sum,))
     for found_T, expected_T in (
         (scores.logprobs_T, expected_TV.gather(1, batch.tokens_T[:, None])[:, 0]),
         (scores.entropy_T, -(expected_TV.exp() * expected_TV).sum(-1)),
-        (squares_T, expected_TV.exp().square().sum(-1)),
+        (score_batch(alone, batch).prob_square_sum_T, expected_TV.exp().square().sum(-1)),
     ):
         torch.testing.assert_close(found_T.double(), expected_T * batch.loss_mask_T, rtol=0, atol=5e-6)
         assert not found_T[~batch.loss_mask_T].any()
@@ -112,9 +106,8 @@ def test_with_kept_sets_all_quantities_are_among_them(budget, monkeypatch):
     layer, states_TH = OutputLayer(torch.randn(37, 16)), torch.randn(batch.num_tokens, 16)
     needs = (*BASIC, KlToReference(layer=layer))
     batch = batch.replace(ref_hidden_TH=states_TH)
-    scores = score_input(
-        TokenScorer(model, temperature=0.7, needs=needs), rectangle(batch), batch.num_tokens, Given.of(batch, needs)
-    )
+    scorer = TokenScorer(model, temperature=0.7, needs=needs)
+    scores = score_input(scorer, rectangle(batch), batch.num_tokens, Given.of(batch, needs))
     logits_TV = full_logits(model, batch) / 0.7
     for at in batch.loss_mask_T.nonzero().flatten().tolist():
         own = logits_TV[at, sets[at]].log_softmax(-1)
@@ -485,10 +478,8 @@ def assert_expected(found_T: Tensor, batch: Batch, expected: Tensor) -> None:
 
 
 def asked(teacher: PreTrainedModel, batch: Batch, top_k: int | None) -> Batch:
-    scorer = TokenScorer(
-        teacher, temperature=0.8, needs=(logprobs, hidden_states if top_k is None else TopTokens(top_k, 37))
-    )
-    said = score_batch(scorer, batch, max_sequences=3)
+    needs = (logprobs, hidden_states if top_k is None else TopTokens(top_k, 37))
+    said = score_batch(TokenScorer(teacher, temperature=0.8, needs=needs), batch, max_sequences=3)
     return batch.replace(
         teacher_hidden_TH=said.hidden_TH,
         teacher_ids_TK=said.top_ids_TK,

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -63,10 +64,8 @@ STAGES = {
 
 
 def with_tensor_rank(layout: ParallelLayout, rank: int, size: int, expert_size: int | None = None) -> ParallelLayout:
-    fields = {**layout.__dict__, "tp_rank": rank, "tp_size": size}
-    if expert_size is not None:
-        fields |= {"expert_tp_rank": rank % expert_size, "expert_tp_size": expert_size}
-    return ParallelLayout(**fields)
+    experts = {} if expert_size is None else {"expert_tp_rank": rank % expert_size, "expert_tp_size": expert_size}
+    return replace(layout, tp_rank=rank, tp_size=size, **experts)
 
 
 def round_trip(
@@ -82,7 +81,7 @@ def round_trip(
     same for every expert-parallel rank."""
     back: dict[str, Tensor] = {}
     for stage, ep_rank in itertools.product(stages, range(ep)):
-        place = ParallelLayout(**{**stage.__dict__, "ep_rank": ep_rank, "ep_size": ep})
+        place = replace(stage, ep_rank=ep_rank, ep_size=ep)
         names = list(parameter_names(config, place, *modules))
         ranks = [with_tensor_rank(place, rank, tp, expert_tp) for rank in range(tp)]
         shards = [dict(load_shards(weights.__getitem__, names, config, layout)) for layout in ranks]

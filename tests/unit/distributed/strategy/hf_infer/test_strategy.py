@@ -116,12 +116,6 @@ def assert_greedy(model: PreTrainedModel, requests: Sequence[GenerateRequest], c
         assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, request.params.max_new_tokens)
 
 
-async def wait_for(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def held_at(engine: HfInfer, num_tokens: int) -> None:
     """Waits until the engine has sampled ``num_tokens`` and stands still right there, however loaded the machine is.
 
@@ -344,39 +338,34 @@ async def test_offload_keeps_requests_which_go_on_after_onload(model_path):
         pytest.param("falcon_h1", False, marks=pytest.mark.slow),
     ],
 )
-def test_recorded_requests_are_sampled_again_bit_for_bit(family, recompute_kv, model_path):
+async def test_recorded_requests_are_sampled_again_bit_for_bit(family, recompute_kv, model_path):
     """In another order, in fewer slots, with updates at other times."""
     requests = [
         GenerateRequest(f"{n}", prompt, SamplingParams(seed=n, max_new_tokens=8 + 5 * n, repetition_penalty=1 + n % 2))
         for n, prompt in enumerate(prompts(8))
     ]
-
-    async def record(engine: HfInfer) -> list[Completion]:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    with engine_of(model_path(family), max_running_requests=5) as engine:
+        task = asyncio.create_task(burst(engine, requests))
         for version, num_tokens in ((1, 40), (2, 90)):
             await held_at(engine, num_tokens)
             await engine.update_weights(buckets_of(model_path(family, version)), version, recompute_kv=recompute_kv)
             engine._release("test")
-        return await asyncio.gather(*tasks)
-
-    async def replay(engine: HfInfer, first: list[Completion]) -> list[Completion]:
-        again = [replace(request, recorded=one.runs) for request, one in zip(requests, first, strict=True)]
-        tasks = [asyncio.create_task(engine.generate(request)) for request in reversed(again)]
+        first = await task
+    assert {len(one.runs) for one in first} >= {2, 3} and {one.versions[0] for one in first} > {0}
+    again = [replace(request, recorded=one.runs) for request, one in zip(requests, first, strict=True)]
+    with engine_of(model_path(family), max_running_requests=2) as engine:
+        task = asyncio.create_task(burst(engine, reversed(again)))
         for version in (1, 2):
             expected = sum(int((one.versions == version - 1).sum()) for one in first)
-            await wait_for(lambda: engine.num_recorded(version - 1) >= expected)  # noqa: B023
+            async with asyncio.timeout(20):
+                while engine.num_recorded(version - 1) < expected:
+                    await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
             assert engine.num_recorded(version - 1) == expected, "the others wait"
             await engine.update_weights(buckets_of(model_path(family, version)), version, recompute_kv=recompute_kv)
-        return [*reversed(await asyncio.gather(*tasks))]
-
-    with engine_of(model_path(family), max_running_requests=5) as engine:
-        first = asyncio.run(record(engine))
-    assert {len(one.runs) for one in first} >= {2, 3} and {one.versions[0] for one in first} > {0}
-    with engine_of(model_path(family), max_running_requests=2) as engine:
-        second = asyncio.run(replay(engine, first))
-        late = replace(requests[0], recorded=first[0].runs)
-        assert {version for version, _ in asyncio.run(engine.generate(late)).runs} == {2}, "it does not wait for ever"
+        second = [*reversed(await task)]
+        late = await engine.generate(again[0])
+        assert {version for version, _ in late.runs} == {2}, "it does not wait for ever"
     for one, other in zip(first, second, strict=True):
         assert one.runs == other.runs
         assert one.token_ids.tolist() == other.token_ids.tolist()
