@@ -193,6 +193,7 @@ def test_few_tokens_ask_for_a_look_at_the_text():
     asked = sum(finder.may_end(("</answer>",), token) for token in range(len(tokenizer)))
     assert 0 < asked < 0.25 * len(tokenizer)
     assert not finder.may_end(("</answer>",), len(tokenizer) + 5)  # a model may have more rows than the tokenizer
+    assert all(finder.may_end(("left ",), token) for token in range(len(tokenizer))), "lone tokens may lose their space"
 
 
 @pytest.mark.parametrize("numbers", [torch.float32, torch.bfloat16])
