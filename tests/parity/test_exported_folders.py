@@ -146,14 +146,11 @@ def assert_says(model: Any, scores_T: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(scores_T * batch.loss_mask_T, expected_T, rtol=0, atol=tolerance)
 
 
-FROZEN = Layout(
-    "frozen", "fsdp2_train", 1, SHARDED, model_args={"freeze_module_prefix": "model.embed_tokens,model.layers.0"}
-)
-
-
 def save_shards(folder: Path) -> dict[str, Tensor]:
     """Of a model that is partly frozen; returns all of its weights as they were at the end."""
-    trainer = started(FROZEN, make_model(folder / "model", "qwen2"))
+    frozen = {"freeze_module_prefix": "model.embed_tokens,model.layers.0"}
+    layout = Layout("frozen", "fsdp2_train", 1, SHARDED, model_args=frozen)
+    trainer = started(layout, make_model(folder / "model", "qwen2"))
     take_steps(trainer, 0)
     trainer.save(folder / "checkpoint")
     return {name.removeprefix("model."): one.detach() for name, one in trainer.weights.parameters.items()}

@@ -38,20 +38,19 @@ from tests.support.harness import (
 )
 from tests.support.known_families import KNOWN, LONGROPE, SCORES, Known, make_known
 
-TRAINERS = {
-    "fsdp2_train": {},
-    "deepspeed_train": {"zero_optimization": {"stage": 2}},
-    "megatron_train": {},
-}
-FOUR = {"per_device_train_batch_size": 4}
-BY_TOKENS = {
-    f"{key}_{where}": value
-    for where in ("train", "infer")
-    for key, value in {"use_dynamic_batching_in": True, "max_tokens_per_microbatch_in": 50}.items()
-}
+TRAINERS = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 2}}, "megatron_train": {}}
+FOUR, RECOMPUTED = {"per_device_train_batch_size": 4}, {"disable_gradient_checkpointing": False}
+
+
+def by_tokens(**limits: int) -> dict[str, int]:
+    """Micro-batches by their tokens, in training and where nothing is trained."""
+    limits = {"use_dynamic_batching_in": True, **limits}
+    return {f"{key}_{where}": value for where in ("train", "infer") for key, value in limits.items()}
+
+
 VARIANTS = {
     "whole": {},
-    "cut": {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}},
+    "cut": {"worker": by_tokens(max_tokens_per_microbatch_in=50), "model_args": RECOMPUTED},
     "packed": {"worker": {"use_sequence_packing": True}, "training_args": FOUR},
     "lora": {"lora": ALL_ADAPTED},
     "shared": {"task": "grouped", "training_args": FOUR},
@@ -112,6 +111,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+def folder_of(models: Path, name: str) -> Path:
+    return models / name if (models / name).exists() else make_known(models / name, name, VOCABULARY)
+
+
 def refusal(layout: Layout, family: str, variant: str, folder: Path) -> tuple[str, str]:
     """Why a trainer refuses a row, if it does, and the setting that it names."""
     if layout.strategy == "megatron_train":
@@ -123,8 +126,12 @@ def refusal(layout: Layout, family: str, variant: str, folder: Path) -> tuple[st
     return reason, "use_sequence_packing: true, expected false"
 
 
+def record_row(family: str, engine: str, variant: str, **told: Any) -> None:
+    record("family", {"family": family, "engine": engine, "variant": variant, **told})
+
+
 def record_and_check(family: str, engine: str, variant: str, layout: Layout, figures: Figures) -> None:
-    record("family", {"family": family, "engine": engine, "variant": variant} | as_row(figures))
+    record_row(family, engine, variant, **as_row(figures))
     check(layout, figures)
 
 
@@ -135,15 +142,13 @@ def record_and_check(family: str, engine: str, variant: str, layout: Layout, fig
 def test_a_trainer_takes_the_same_steps(models, tmp_path, caplog, family, trainer, variant):
     needs(trainer)
     layout = row(family, trainer, variant)
-    folder = models / layout.model
-    if not folder.exists():
-        make_known(folder, layout.model, VOCABULARY)
+    folder = folder_of(models, layout.model)
     reason, said = refusal(layout, family, variant, folder)
     if reason:
         with pytest.raises(ValueError, match=said) as refused:
             measure_here(layout, models, tmp_path)
         assert reason in str(refused.value)
-        record("family", {"family": family, "engine": trainer, "variant": variant, "refused": reason})
+        record_row(family, trainer, variant, refused=reason)
         return
     record_and_check(family, trainer, variant, layout, measure_here(layout, models, tmp_path))
 
@@ -224,8 +229,7 @@ def test_a_reward_model_computes_the_cap_of_attention_scores(tmp_path):
 @pytest.mark.parametrize("family", [name for name, known in KNOWN.items() if not known.megatron])
 def test_megatron_refuses_what_it_does_not_convert(models, tmp_path, family):
     needs("megatron_train")
-    if not (models / family).exists():
-        make_known(models / family, family, VOCABULARY)
+    folder_of(models, family)
     with pytest.raises(ValueError) as refused:
         measure_here(row(family, "megatron_train", "whole"), models, tmp_path)
     problem, kind = str(refused.value), KNOWN[family].model_type
@@ -236,7 +240,7 @@ def test_megatron_refuses_what_it_does_not_convert(models, tmp_path, family):
         assert f"(model_type '{kind}')" in problem and "cannot be converted to Megatron-Core" in problem
         lacks = f"does not compute {REFUSED[kind]}" if kind in REFUSED else ": weights of this class are not converted"
         reason = f"Megatron-Core{'' if lacks[0] == ':' else ' '}{lacks}"
-    record("family", {"family": family, "engine": "megatron_train", "variant": "whole", "refused": reason})
+    record_row(family, "megatron_train", "whole", refused=reason)
 
 
 @pytest.fixture
@@ -277,14 +281,13 @@ def check_generated(
     served: Any, family: str, engine: str, sizes: dict[str, Any], bound: float, reason: str = "", **told: str
 ) -> None:
     """An engine generates as the unmodified model, or refuses it on a CPU for the reason."""
-    told = {"family": family, "engine": engine, "variant": "greedy", **told}
     if reason:
         with pytest.raises((ValueError, EngineStoppedError), match=re.escape(reason)):
             generated(*served(family, engine, **sizes))
-        record("family", told | {"refused": f"{ON_A_CPU[engine]}: {reason}"})
+        record_row(family, engine, "greedy", **told, refused=f"{ON_A_CPU[engine]}: {reason}")
         return
     worst = generated(*served(family, engine, **sizes))
-    record("family", told | {"logprobs": worst})
+    record_row(family, engine, "greedy", **told, logprobs=worst)
     assert worst <= bound
 
 

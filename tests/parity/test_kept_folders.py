@@ -4,12 +4,12 @@ and saved with its names, formats and files; only what was trained differs."""
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,12 +25,11 @@ from roll.models.stored import LowPrecision, StoredTensor
 from roll.models.tiny import make_tokenizer
 from roll.models.weight_files import WeightFiles
 from roll.rewards.classifiers import RewardModelConfig, load_classifier
-from tests.support.families import tiny_config
+from tests.support.families import tiny_config, tiny_model
 from tests.support.harness import ADAPTER, TEMPERATURE, Layout, make_batch, make_model, started, take_steps
 from tests.support.known_families import KNOWN, SCORES, make_known
 from tests.support.pictured import plain_logprobs
 from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks
-from tests.support.sizes import sizes
 
 TOWERS = {f"{family} with pictures": family for family in ("qwen3_5", "qwen3_5_moe", "gemma3")}
 PREDICTORS = dict.fromkeys(["qwen3_next", "qwen3_5", "qwen3_5_moe", *list(TOWERS)[:2]], "mtp.fc.weight") | {
@@ -81,7 +80,7 @@ def stored(folder: Path) -> dict[str, tuple[str, bytes]]:
 @pytest.mark.parametrize(("family", "strategy"), CASES)
 def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
     folder, saved = publish(tmp_path / "model", family), tmp_path / "saved"
-    trainer = started(Layout("alone", strategy, 1, TRAINERS[strategy], model_args={"dtype": None}), folder)
+    trainer = make_trainer(folder, strategy, strategy_config=TRAINERS[strategy], model_args={"dtype": None})
     weights = trainer.weights
     changed = next(name for name in weights.trained if name.endswith("norm.weight"))
     fill(weights, [changed], MASTER, lambda name: StoredTensor.of(torch.full(weights.shape(name), 1 / 3)))
@@ -106,13 +105,13 @@ def test_all_but_what_was_trained_comes_back(tmp_path, family, strategy):
 def test_frozen_parts_in_float32_are_kept_or_refused(tmp_path, strategy):
     folder = publish(tmp_path / "model", "llama3")
     options = {"dtype": None, "freeze_module_prefix": "model.layers.0"}
-    layout = Layout("alone", strategy, 1, TRAINERS[strategy], model_args=options)
+    start = partial(make_trainer, folder, strategy, strategy_config=TRAINERS[strategy], model_args=options)
     if strategy == "deepspeed_train":
         words = r"model\.layers\.0\.\S+: it is in float32 in the model's folder and not trained"
         with pytest.raises(ValueError, match=words):
-            started(layout, folder)
+            start()
         return
-    trainer = started(layout, folder)
+    trainer = start()
     take_steps(trainer, 0)
     trainer.save_model(tmp_path / "saved")
     before, after = stored(folder), stored(tmp_path / "saved")
@@ -121,9 +120,6 @@ def test_frozen_parts_in_float32_are_kept_or_refused(tmp_path, strategy):
 
 
 # ---- what is computed with and saved though nothing trains it
-
-SIZES = sizes(61, 32, 48, 2, 4, 4) | {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 60}
-LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
 
 
 def random_folder(model: Any, path: Path) -> Path:
@@ -138,12 +134,9 @@ def random_folder(model: Any, path: Path) -> Path:
 @pytest.fixture(scope="module")
 def balanced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture whose routers have a bias that no gradient trains, and a layer that predicts further tokens."""
-    torch.manual_seed(0)
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
-    more = {"topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
-    config = transformers.DeepseekV3Config(**SIZES, **experts, **more, **LATENT)
-    folder = random_folder(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("models") / "deepseek")
-    predictor = {"model.layers.2.eh_proj.weight": torch.randn(32, 64)}
+    config = tiny_config("deepseek_v3", num_hidden_layers=2, n_group=2, num_nextn_predict_layers=1)
+    folder = random_folder(tiny_model(config), tmp_path_factory.mktemp("models") / "deepseek")
+    predictor = {"model.layers.2.eh_proj.weight": torch.randn(64, 128)}
     file = folder / "model.safetensors"
     save_file(load_file(file) | predictor, file, metadata={"format": "pt"})
     return folder
@@ -152,15 +145,10 @@ def balanced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model with a vision tower, in the layout in which Qwen publishes them."""
+    config = tiny_config("qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
     torch.manual_seed(0)
-    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-    types = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8}
-    text = {**SIZES, **linear, **types, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
-    eyes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
-    config = transformers.Qwen3_5Config(
-        text_config=text, vision_config={**eyes, "num_position_embeddings": 64}, tie_word_embeddings=True
-    )
-    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    model = AutoModelForImageTextToText.from_config(config)
     return random_folder(model, tmp_path_factory.mktemp("models") / "qwen3_5")
 
 
@@ -174,9 +162,8 @@ def differ(found: Tensor, folder: Path) -> float:
     return float((found - plain_logprobs(model, batch, TEMPERATURE))[batch.loss_mask_T].abs().max())
 
 
-def scores(trainer: Any) -> Tensor:
-    found = trainer.logprobs(make_batch(0)).logprobs_T
-    return found
+def scores(trainer: Any) -> Any:
+    return trainer.logprobs(make_batch(0)).logprobs_T
 
 
 @pytest.mark.parametrize(
@@ -362,7 +349,7 @@ def test_bits_are_read_as_they_are_meant_and_saved_as_plain_weights(tmp_path, fa
     files = WeightFiles(str(tmp_path / "model"))
     read = {name: files.read(name) for name in files.names}
     check(read, meant, exactly=family == "gpt_oss")
-    trainer = started(Layout("alone", "fsdp2_train", 1, model_args={"dtype": None}), tmp_path / "model")
+    trainer = make_trainer(tmp_path / "model", model_args={"dtype": None})
     assert caplog.text.count("are read as bf16; models that are saved have them so, without quantization_config") == 1
     trainer.save_model(tmp_path / "saved")
     export_folder(Export(tmp_path / "model"), tmp_path / "exported")

@@ -3,17 +3,18 @@ other kinds of models it is trained, kept and merged as peft itself would, or re
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from roll.configs.engines import packages
+from roll.distributed.strategy.generation.alone import base_of
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.distributed.weights.adapters import MergedAdapter
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, unusual_entry
@@ -28,6 +29,7 @@ from roll.models.lora import (
     left_out,
 )
 from tests.support.choice import slow_but
+from tests.support.families import tiny_config, tiny_model
 from tests.support.harness import (
     ADAPTER,
     TEMPERATURE,
@@ -77,10 +79,9 @@ def train(trainer: Any, steps: range) -> dict[str, Tensor]:
     return exported_adapter(trainer)
 
 
-def scores(trainer: Any, adapter: bool) -> Tensor:
+def scores(trainer: Any, adapter: bool) -> Any:
     """Of the whole batch, whatever the rank's share is."""
-    found = trainer.logprobs(make_batch(0), adapter=adapter).logprobs_T
-    return found
+    return trainer.logprobs(make_batch(0), adapter=adapter).logprobs_T
 
 
 def run(layout: Layout, model: Path, folder: Path, rank: int) -> None:
@@ -262,60 +263,32 @@ def test_missing_peft_names_the_extra(model, monkeypatch):
 # ---- other kinds of models
 
 SPEC = LoraSpec(4, 8, ("all-linear",))
-SHAPE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-ENDS = {"bos_token_id": 1, "eos_token_id": 60, "pad_token_id": 0}
-MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+ATTENTION, GATED = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
 FAMILIES = {
-    "GPT2": ({"n_positions": 64}, {"c_attn", "c_proj", "c_fc"}),
-    "GPTNeoX": ({"intermediate_size": 48}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
-    "Qwen2Moe": (
-        {"intermediate_size": 48, "num_key_value_heads": 2, "num_experts": 4, "shared_expert_intermediate_size": 16}
-        | MIXTURE,
-        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate"},
-    ),
-    "DeepseekV3": (
-        {"intermediate_size": 48, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-        | LATENT
-        | MIXTURE,
-        {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
-    ),
-    "Phimoe": (
-        {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4},
-        {"q_proj", "k_proj", "v_proj", "o_proj"},
-    ),
-    "Mamba": ({"state_size": 8}, {"in_proj", "x_proj", "dt_proj"}),
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "gpt_neox": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+    "qwen2_moe": ATTENTION | GATED | {"shared_expert_gate"},
+    "deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"},
+    "phimoe": ATTENTION,
+    "mamba": {"in_proj", "x_proj", "dt_proj"},
 }
+two_layers = partial(tiny_config, num_hidden_layers=2)
 
 
-def config_of(kind: str) -> Any:
-    return getattr(transformers, f"{kind}Config")(**SHAPE, **ENDS, **FAMILIES[kind][0])
-
-
-def make_folder(kind: str, path: Path) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(kind)).float()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, 0, 0.2)
-    model.save_pretrained(path)
-    return path
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        found = model(make_batch(0).tokens_T[None, :12]).logits[0]
-    return found
+@torch.no_grad()
+def logits(model: Any) -> Any:
+    return model(make_batch(0).tokens_T[None, :12]).logits[0]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path, kind):
-    folder = make_folder(kind, tmp_path / "model")
+    folder = tmp_path / "model"
+    tiny_model(two_layers(kind)).save_pretrained(folder)
     trainer = started(Layout("one", "fsdp2_train", 1, lora=SPEC), folder)
     take_steps(trainer, 0, 1, 2)
     trainer.save_model(tmp_path / "adapter")
     matrices = load_file(tmp_path / "adapter" / ADAPTER_FILE)
-    assert adapted_names(matrices) == FAMILIES[kind][1]
+    assert adapted_names(matrices) == FAMILIES[kind]
 
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -325,9 +298,8 @@ def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path, kind):
 
     merged = adapted.merge_and_unload()
     export_folder(Export(tmp_path / "adapter", merge=True), tmp_path / "out")
-    exported, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, output_loading_info=True
-    )
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(logits(exported), logits(merged), rtol=0, atol=2e-5)
     generator = load_causal_lm(str(folder))
@@ -339,36 +311,34 @@ def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "target", "reason"),
     [
-        ("DeepseekV3", "down_proj", "means the routed experts in peft, which no engine here adapts"),
-        ("Mamba", "out_proj", "is a layer whose weights Mamba's kernels read by themselves"),
-        ("Phimoe", "router", "matches no linear layer"),
-        ("GPT2", "q_proj", "matches no linear layer of GPT2LMHeadModel, expected all-linear or some of c_attn"),
+        ("deepseek_v3", "down_proj", "means the routed experts in peft, which no engine here adapts"),
+        ("mamba", "out_proj", "is a layer whose weights Mamba's kernels read by themselves"),
+        ("phimoe", "router", "matches no linear layer"),
+        ("gpt2", "q_proj", "matches no linear layer of GPT2LMHeadModel, expected all-linear or some of c_attn"),
     ],
 )
 def test_a_layer_that_cannot_be_adapted_is_named(kind, target, reason):
     with pytest.raises(UnknownLayerError, match=f"'{target}' {reason}"):
-        adapted_layers(outline("lm", config_of(kind)), (target,))
+        adapted_layers(outline("lm", two_layers(kind)), (target,))
 
 
 def test_what_all_linear_or_named_targets_leave_out_is_counted():
-    found = left_out(outline("lm", config_of("DeepseekV3")), ("all-linear",))
-    assert "mlp.experts.gate_up_proj (1 tensors, 4,096 parameters)" in found
-    assert "mlp.experts.down_proj (1 tensors, 2,048 parameters)" in found
-    assert "mlp.down_proj.weight (1 tensors, 1,536 parameters)" in found
-    assert left_out(outline("lm", config_of("GPT2")), ("all-linear",)) == ""
-    config = transformers.Qwen3_5TextConfig(**SHAPE, layer_types=["linear_attention", "full_attention"])
+    found = left_out(outline("lm", two_layers("deepseek_v3")), ("all-linear",))
+    assert "mlp.experts.gate_up_proj (1 tensors, 24,576 parameters)" in found, "4 of 2 times 64 by 48"
+    assert "mlp.experts.down_proj (1 tensors, 12,288 parameters)" in found
+    assert "mlp.down_proj.weight (1 tensors, 3,072 parameters)" in found
+    assert left_out(outline("lm", two_layers("gpt2")), ("all-linear",)) == ""
+    config = two_layers("qwen3_5_text", layer_types=["linear_attention", "full_attention"])
     assert "q_proj is in 1 of 2 layers" in left_out(outline("lm", config), ("q_proj", "down_proj"))
-    mixture = left_out(outline("lm", config_of("Qwen2Moe")), ("q_proj",))
-    assert mixture == (
-        "mlp.experts.down_proj (2 tensors, 4,096 parameters); mlp.experts.gate_up_proj (2 tensors, 8,192 parameters)"
+    assert left_out(outline("lm", two_layers("qwen2_moe")), ("q_proj",)) == (
+        "mlp.experts.down_proj (2 tensors, 24,576 parameters); mlp.experts.gate_up_proj (2 tensors, 49,152 parameters)"
     )
 
 
 def saved(path: Path, **options: Any) -> dict[str, Any]:
     """Configuration of an adapter as peft saves it."""
     peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options).save_pretrained(str(path))
-    found = json.loads((path / ADAPTER_CONFIG).read_text())
-    return found
+    return dict(json.loads((path / ADAPTER_CONFIG).read_text()))
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
@@ -385,6 +355,8 @@ def test_an_adapter_that_left_its_base_alone_is_usual(tmp_path, init):
         {"use_dora": True},
         {"lora_bias": True, "bias": "none"},
         {"bias": "lora_only"},
+        {"bias": "all"},
+        {"alpha_pattern": {"q_proj": 3}},
         {"rank_pattern": {"q_proj": 2}},
         {"alora_invocation_tokens": [1, 2]},
         {"target_parameters": ["mlp.experts.gate_up_proj"]},
@@ -395,7 +367,20 @@ def test_an_adapter_that_left_its_base_alone_is_usual(tmp_path, init):
 )
 def test_an_adapter_that_is_more_than_two_matrices_is_named(tmp_path, options):
     key, *_ = options
-    assert f"{key} is " in (unusual_entry(saved(tmp_path, **options)) or "")
+    config = saved(tmp_path, **options)
+    assert f"{key} is " in (unusual_entry(config) or "")
+    with pytest.raises(ValueError, match=f"{key} is ") as refusal:
+        base_of(str(tmp_path))
+    assert repr(config[key]) in str(refusal.value)
+
+
+def test_a_folder_of_peft_is_found_with_its_base(tmp_path):
+    saved(tmp_path, base_model_name_or_path="base")
+    matrices = {"A": torch.ones(4, 6), "B": torch.ones(5, 4)}
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.lora"
+    save_file({f"{layer}_{part}.weight": each for part, each in matrices.items()}, tmp_path / ADAPTER_FILE)
+    assert base_of(str(tmp_path)) == ("base", LoraSpec(4, 8, ("q_proj",)))
+    assert base_of("org/model") == ("org/model", None)
 
 
 def test_what_a_later_peft_adds_is_not_trusted():

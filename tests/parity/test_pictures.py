@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from roll.configs.engine_rules import no_pictures
 from roll.configs.engines.fsdp2 import SHARED_ROWS
 from roll.configs.engines.megatron import CARD as MEGATRON
 from roll.configs.engines.sglang import CARD as SGLANG
@@ -28,7 +27,6 @@ from roll.configs.engines.vllm import CARD
 from roll.configs.pipeline import PipelineConfig
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.weights.receiver import WeightUpdate
@@ -36,8 +34,9 @@ from roll.models.loading import load_causal_lm
 from roll.models.lora import PREFIX, matrix_shapes
 from roll.models.pictures import FAMILIES, VIDEO_FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
-from tests.parity.test_families import BOUNDS, FOUR, TP_SP, TRAINERS
-from tests.support.contract import OPTIONS, buckets_of, burst, context_of, needs_seeing, weights_of
+from tests.parity.test_families import BOUNDS, FOUR, RECOMPUTED, TP_SP, TRAINERS, by_tokens, record_row
+from tests.support import contract
+from tests.support.contract import OPTIONS, buckets_of, burst, needs_seeing, weights_of
 from tests.support.harness import (
     ALL_ADAPTED,
     TEMPERATURE,
@@ -45,27 +44,18 @@ from tests.support.harness import (
     Layout,
     as_row,
     check,
-    make_context,
     measure,
     measure_here,
     policy_loss,
-    record,
     started,
 )
 from tests.support.picture_models import make_picture_model, make_processor
 from tests.support.pictured import make_pictured, make_rows, picture, plain_logprobs, unmodified, video
 from tests.support.ranks import exported
+from tests.support.trainers import make_trainer
 
-BY_TOKENS = {
-    f"{key}_{where}": value
-    for where in ("train", "infer")
-    for key, value in {
-        "use_dynamic_batching_in": True,
-        "max_tokens_per_microbatch_in": 60,
-        "max_pixels_per_microbatch_in": 6000,  # two of some pictures
-    }.items()
-}
-CUT = {"worker": BY_TOKENS, "model_args": {"disable_gradient_checkpointing": False}}
+TWO_OF_SOME = {"max_tokens_per_microbatch_in": 60, "max_pixels_per_microbatch_in": 6000}  # pictures
+CUT = {"worker": by_tokens(**TWO_OF_SOME), "model_args": RECOMPUTED}
 PACKED = {"worker": {"use_sequence_packing": True}, "training_args": FOUR}
 VARIANTS = {
     "whole": {},
@@ -114,7 +104,7 @@ def row(family: str, trainer: str, variant: str, **changed: Any) -> Layout:
     return Layout(strategy=trainer, **common | options | changed)
 
 
-RECOMPUTED = {"disable_gradient_checkpointing": False}
+serving = partial(contract.started, pictures=True, sequence_length=512)
 two = partial(row, world_size=2, saved=False)
 """A row of two processes."""
 
@@ -159,7 +149,7 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, varia
     folder_of(models, family)
     figures = measure_here(layout, models, tmp_path)
     if not variant.startswith("filmed"):  # docs/pictures.md has these
-        record("family", {"family": f"{family} pictures", "engine": trainer, "variant": variant} | as_row(figures))
+        record_row(f"{family} pictures", trainer, variant, **as_row(figures))
     check(layout, figures)
 
 
@@ -167,9 +157,8 @@ def test_a_trainer_takes_the_same_steps(models, tmp_path, family, trainer, varia
 @pytest.mark.parametrize("trainer", ["fsdp2_train", "deepspeed_train"])
 def test_ranks_without_pictures_wait_for_nobody(tmp_path, trainer):
     """Every rank enters as many collectives of the tower's layers, whatever its micro-batches show."""
-    third, copies = (
-        ({"zero_optimization": {"stage": 3}}, {}) if trainer == "deepspeed_train" else ({}, {"fsdp_size": 1})
-    )
+    fsdp = trainer == "fsdp2_train"
+    third, copies = ({}, {"fsdp_size": 1}) if fsdp else ({"zero_optimization": {"stage": 3}}, {})
     layouts = [
         two("qwen3_vl", trainer, "cut", strategy_config=third),
         two("qwen3_vl", trainer, "packed", strategy_config=third, model_args=RECOMPUTED),
@@ -197,8 +186,7 @@ def test_ranks_split_layers_below_pictures(tmp_path):
     """The tower is whole on each, and its gradients are equal."""
     layouts = [two(family, "fsdp2_train", "cut", strategy_config={"tensor_parallel_size": 2}) for family in FAMILIES]
     for layout, figures in of_ranks(layouts, tmp_path):
-        row_of = {"family": f"{layout.model} pictures", "engine": layout.strategy, "variant": "tensor parallel"}
-        record("family", row_of | as_row(figures))
+        record_row(f"{layout.model} pictures", layout.strategy, "tensor parallel", **as_row(figures))
 
 
 @pytest.mark.slow  # two processes
@@ -305,15 +293,6 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, 
     assert not torch.equal(one[moved[0]], sent[moved[0]])
 
 
-def test_other_engines_and_layouts_are_refused_by_name():
-    def refused(**strategies: Any) -> str:
-        roles = {f"actor_{role}": {"strategy_args": chosen} for role, chosen in strategies.items()}
-        return no_pictures(PipelineConfig.model_validate({"actor_infer": {"world_size": 1}} | roles))
-
-    megatron = {"strategy_name": "megatron_train", "strategy_config": {"context_parallel_size": 2}}
-    assert refused(train=megatron) == "actor_train's megatron_train takes no pictures with context_parallel_size 2"
-
-
 @pytest.mark.parametrize(
     ("role", "engine", "variant", "family"),
     [
@@ -332,9 +311,9 @@ def test_engines_refuse_families_that_they_were_not_compared_on(tmp_path, family
     whole = {"pretrain": str(make_processor(tmp_path, family))} | sections
     reason = pictures_refused(PipelineConfig.model_validate(whole))
     assert reason.startswith(f"actor_{role}'s {engine} was not compared on {family}, but on qwen2_5_vl, ")
-    row_of = {"family": f"{family} pictures", "engine": engine, "variant": variant}
     if engine != "vllm":
-        record("family", row_of | {"refused": "has not been compared with plain Transformers on pictures"})
+        said = "has not been compared with plain Transformers on pictures"
+        record_row(f"{family} pictures", engine, variant, refused=said)
 
 
 @pytest.mark.slow
@@ -348,8 +327,7 @@ def test_vllms_attention_on_a_cpu_does_not_see_both_ways():
     options |= dict.fromkeys(asked, False) | {"device_capability": None, "attn_type": "decoder"}
     (reason,) = CPUAttentionBackend.validate_configuration(**options | {"use_mm_prefix": True})
     assert not CPUAttentionBackend.validate_configuration(**options)
-    row_of = {"family": "gemma3 pictures", "engine": "vllm", "variant": "greedy"}
-    record("family", row_of | {"refused": f"on a CPU: {reason}"})
+    record_row("gemma3 pictures", "vllm", "greedy", refused=f"on a CPU: {reason}")
 
 
 def make_prompts(family: str) -> Batch:
@@ -369,10 +347,8 @@ def make_filmed_prompts(family: str) -> Batch:
 
 def batching_of(folder: Path, model: Any = None, most: int = 100) -> ContinuousBatching:
     model = model or load_causal_lm(str(folder), pictures=True)
-    tower = tower_of(model, str(folder), apart=True)
-    return ContinuousBatching(
-        model, stop_ids=(), stop_strings=None, max_running=8, max_prefill_tokens=most, tower=tower
-    )
+    options = {"stop_ids": (), "stop_strings": None, "max_running": 8, "max_prefill_tokens": most}
+    return ContinuousBatching(model, **options, tower=tower_of(model, str(folder), apart=True))
 
 
 def sequences_of(tokens: int, family: str, make: Callable[[str], Batch] = make_prompts) -> list[RunningSequence]:
@@ -414,14 +390,11 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
     batch = Batch(lengths, torch.cat(histories), torch.zeros(int(lengths.sum())).bool())
     batch = batch.replace(loss_mask_T=batch.positions_T >= (lengths - 12)[batch.rows_T])
     batch = batch.replace(items_I=tuple(sequence.request.items for sequence in sequences))
-    trainer = STRATEGIES.get("fsdp2_train")(make_context(row(family, "fsdp2_train", "whole"), folder, 0))
-    trainer.context = replace(trainer.context, temperature=1.0)
-    trainer.setup()
+    trainer = make_trainer(folder, "fsdp2_train", pictures=True, temperature=1.0)
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
     difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())
     if make is make_prompts:
-        row_of = {"family": f"{family} pictures", "engine": "hf_infer", "variant": "greedy"}
-        record("family", row_of | {"logprobs": difference})
+        record_row(f"{family} pictures", "hf_infer", "greedy", logprobs=difference)
     assert difference <= row(family, "fsdp2_train", "whole").bound("logprobs")
 
 
@@ -465,9 +438,9 @@ def test_vllm_refuses_models_that_it_would_compute_otherwise(tmp_path, family, e
     config = json.loads(file.read_text())
     config["text_config"] |= {entry: value}
     file.write_text(json.dumps(config))
-    engine = STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path), pictures=True))
-    with pytest.raises(ValueError, match=f"got text_config.{entry} {value}, expected"):
-        engine.setup()
+    refused = pytest.raises(ValueError, match=f"got text_config.{entry} {value}, expected")
+    with refused, serving("vllm", tmp_path):
+        pass
 
 
 @pytest.mark.slow
@@ -478,10 +451,7 @@ def test_vllm_sees_with_an_adapter_as_the_merged_model(tmp_path, family):
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     folder = make_model_for_vllm(tmp_path / family, family)
-    options = {"pictures": True, "sequence_length": 512, "lora": ALL_ADAPTED}
-    engine = STRATEGIES.get("vllm")(context_of("vllm", str(folder), **options))
-    engine.setup()
-    try:
+    with serving("vllm", folder, lora=ALL_ADAPTED) as engine:
         for version in range(3):
             model = load_causal_lm(str(folder), pictures=True)
             if version:
@@ -494,8 +464,6 @@ def test_vllm_sees_with_an_adapter_as_the_merged_model(tmp_path, family):
                 assert not set_peft_model_state_dict(adapted, tensors).unexpected_keys
                 model = adapted.merge_and_unload()
             assert unlike_hf_infer(engine, folder, model, family) <= 1e-4
-    finally:
-        engine.shutdown()
 
 
 VLLM_REFUSES = {"qwen3_5": "CPU GDN attention requires BF16"}
@@ -514,15 +482,14 @@ def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
     if not (folder := models / f"{family} {engine}").exists():
         (make_model_for_vllm if engine == "vllm" else make_model)(folder, family, **sizes)
     worst, batch = 0.0, make_pictured(0, family)
-    row_of = {"family": f"{family} pictures", "engine": engine, "variant": "greedy"}
-    engine = served(engine, folder)
-    try:
+    told = partial(record_row, f"{family} pictures", engine, "greedy")
+    with serving(engine, folder) as engine:
         model = load_causal_lm(str(folder), pictures=True)
         for version in range(2):
             if reason := VLLM_REFUSES.get(family):
                 with pytest.raises(EngineStoppedError, match=reason):
                     unlike_hf_infer(engine, folder, model, family)
-                return record("family", row_of | {"refused": f"on a CPU, in float32: {reason}"})
+                return told(refused=f"on a CPU, in float32: {reason}")
             worst = max(worst, unlike_hf_infer(engine, folder, model, family))
             scored_T = engine.logprobs(batch).logprobs_T
             worst = max(worst, float((plain_logprobs(model, batch, 1.0) - scored_T).abs().max()))
@@ -533,9 +500,7 @@ def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
         blind = replace(sequences_of(12, family)[0].request, request_id="blind", items=())
         with pytest.raises(ValueError, match="content of none of the row's 0 items"):
             asyncio.run(engine.generate(blind))
-    finally:
-        engine.shutdown()
-    record("family", row_of | {"logprobs": worst})
+    told(logprobs=worst)
     assert worst <= row(family, "fsdp2_train", "whole").bound("logprobs")
 
 
@@ -556,15 +521,5 @@ def test_a_picture_may_be_cut_by_sglangs_prefill(models):
     folder = models / "qwen3_vl cut"
     make_model(folder, "qwen3_vl", **SGLANG_SIZES)
     assert max(len(sequence.request.prompt_ids) for sequence in sequences_of(12, "qwen3_vl")) > 16
-    engine = served("sglang", folder, chunked_prefill_size=16)
-    try:
+    with serving("sglang", folder, OPTIONS["sglang"] | {"chunked_prefill_size": 16}) as engine:
         assert unlike_hf_infer(engine, folder, load_causal_lm(str(folder), pictures=True), "qwen3_vl") <= 1e-4
-    finally:
-        engine.shutdown()
-
-
-def served(engine: str, folder: Path, **options: Any) -> Any:
-    config = OPTIONS.get(engine, {}) | options
-    made = STRATEGIES.get(engine)(context_of(engine, str(folder), config, pictures=True, sequence_length=512))
-    made.setup()
-    return made

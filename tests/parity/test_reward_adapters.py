@@ -16,6 +16,7 @@ from roll.models.lora import PREFIX, SCORE_NAME
 from tests.support.harness import ADAPTER, TASKS, Layout, adapter_weights, cases, make_model, started
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import assert_near, exported_adapter
+from tests.support.trainers import module_gradients
 
 TASK = "regression"
 PARTS = ("adapter", "head")
@@ -88,15 +89,11 @@ def parameters(trainer: Any) -> dict[str, Tensor]:
 
 def gradients_of(trainer: Any) -> dict[str, Tensor]:
     """Gradients before clipping, under the names of a peft folder."""
-    if (strategy := trainer.context.worker.strategy_args.strategy_name) == "megatron_train":
+    if trainer.context.worker.strategy_args.strategy_name == "megatron_train":
         parts = {part: trainer._gatherer.pieces(part, torch.float32, lambda p: p.main_grad) for part in PARTS}
         found = gather(parts["adapter"], [0]) | {SCORE_NAME: gather(parts["head"], [0])["linear.weight"]}
         return {name: one.clone() for name, one in found.items()}
-    weights = trainer.weights
-    if strategy == "fsdp2_train":
-        named = dict(zip(weights.trained, trainer._gradients, strict=True))
-    else:
-        named = {name: weights.gradient(name).view(weights.shape(name)) for name in weights.trained}
+    named = module_gradients(trainer)
     named[SCORE_NAME] = named.pop("value_head.linear.weight")
     return {stored_name(f"{PREFIX}{n}" if n != SCORE_NAME else n): one.clone() for n, one in named.items()}
 

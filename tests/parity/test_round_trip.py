@@ -19,7 +19,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.models.tiny import make_tiny_model
 from tests.support.choice import needs
 from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
-from tests.support.harness import TEMPERATURE, Layout, policy_loss, record, started
+from tests.support.harness import TEMPERATURE, Layout, make_batch, policy_loss, record, started
 from tests.support.ranks import enter_rank, start_ranks, unpacked
 
 TRAINERS = {
@@ -38,16 +38,6 @@ def prompts() -> list[np.ndarray]:
     return [draw.integers(4, 300, size) for size in np.linspace(4, 40, NUM_PROMPTS).astype(int)]
 
 
-def train_batch() -> Batch:
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([12, 20, 7, 16])
-    tokens = torch.randint(4, 300, (int(lengths.sum()),), generator=generator)
-    batch = Batch(lengths, tokens, torch.zeros(len(tokens), dtype=torch.bool))
-    return batch.replace(
-        loss_mask_T=batch.positions_T > 2, advantages_T=torch.randn(len(tokens), generator=generator) * 20
-    )
-
-
 def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, generators: list[str]) -> None:
     """One step, an export, and then a score of whatever the generators made of it."""
     enter_rank(port)
@@ -58,7 +48,8 @@ def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, g
         part = batch.split(info.dp_size)[info.dp_rank]
         return batch.token_index(part), batch.select(part)
 
-    strategy.train_step(share(train_batch())[1], policy_loss)
+    batch = make_batch(0)
+    strategy.train_step(share(batch.replace(advantages_T=20 * batch.advantages_T))[1], policy_loss)
     weights = unpacked(strategy.export_weights(BUCKET_BYTES))
     if rank == 0:
         hand_over(weights, folder / "weights.pt")
@@ -92,9 +83,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
+    with asyncio.Runner() as runner:
+        yield runner.get_loop()
 
 
 @pytest.fixture(scope="module")

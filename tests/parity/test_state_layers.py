@@ -9,12 +9,11 @@ from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES
 from roll.models.loading import load_causal_lm
 from tests.support.choice import needs
 from tests.support.families import tiny_config, tiny_model
 from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
-from tests.support.trainers import make_batch, make_context, shares
+from tests.support.trainers import make_batch, make_trainer, module_gradients, shares
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h")
 ENGINES = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 1}}}
@@ -27,9 +26,7 @@ def trainer(model: Path, engine: str, strategy: dict[str, Any], rows: int, **opt
         "training_args": {"per_device_train_batch_size": rows},
         "model_args": {"disable_gradient_checkpointing": rows == 2},
     }
-    found = STRATEGIES.get(engine)(make_context(model, engine, strategy, temperature=1.0, **sections, **options))
-    found.setup()
-    return found
+    return make_trainer(model, engine, strategy, temperature=1.0, **sections, **options)
 
 
 def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
@@ -56,13 +53,10 @@ def oracle(folder: Path, batch: Batch) -> tuple[Tensor, float, dict[str, Tensor]
 def step(found: Any, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
     """A step's metrics and its gradient."""
     gradients = {}
-    square_norm, weights = found.square_norm, found.weights
+    square_norm = found.square_norm
 
     def watch() -> Any:
-        if hasattr(found, "_gradients"):
-            named = dict(zip(weights.trained, found._gradients, strict=True))
-        else:
-            named = {name: weights.gradient(name) for name in weights.fragments}
+        named = module_gradients(found)
         gradients.update({name.removeprefix("model."): gradient.clone() for name, gradient in named.items()})
         return square_norm()
 

@@ -108,6 +108,16 @@ def started(name: str, path: str | Path, config: Mapping[str, Any] | None = None
         engine.shutdown()
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[np.ndarray]:
     rng = random.Random(seed)
     vocab = len(make_tokenizer())

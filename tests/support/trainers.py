@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.worker import WorkerConfig
@@ -92,3 +93,11 @@ def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOut
     """Broken in micro-batches of one sequence only: other micro-batches, and other ranks, may be sound."""
     output = policy_loss(scores, batch, context)
     return LossOutput(output.loss * math.nan if batch.num_sequences == 1 else output.loss, output.metrics)
+
+
+def module_gradients(trainer: Any) -> dict[str, Tensor]:
+    """Gradients of an FSDP2 trainer in one process, or of DeepSpeed's, before they are clipped."""
+    weights = trainer.weights
+    if hasattr(trainer, "_gradients"):
+        return dict(zip(weights.trained, trainer._gradients, strict=True))
+    return {name: weights.gradient(name).view(weights.shape(name)) for name in weights.trained}

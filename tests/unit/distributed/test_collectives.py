@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,16 @@ def test_processes_that_wait_for_each_other_leave_their_records(tmp_path):
     run_ranks(one_ends, 2, tmp_path)
     (problem,) = compare({rank: read(tmp_path / str(rank)) for rank in range(2)})
     assert "collective 3 is not entered by rank 1" in problem.text and "one_ends" in problem.text
+
+
+def test_ranks_wait_for_each_other_as_long_as_a_call_may_take(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: given.append(args))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    join_group(make_context(tmp_path, "fsdp2_train", timeout=77.0, world_size=2), alone=False)
+    assert given == [("gloo", "tcp://127.0.0.1:1", timedelta(seconds=77))]
 
 
 TP2_DP4, TP4_DP2 = [(0, 2, 4, 6), (1, 3, 5, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]

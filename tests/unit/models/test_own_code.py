@@ -10,12 +10,9 @@ import torch
 from transformers import AutoConfig
 
 from roll.__main__ import main
-from roll.algorithms.types import LossOutput
-from roll.configs.agentic import AgenticConfig
 from roll.configs.worker import ModelArguments, WorkerConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.generation.alone import local_generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.vllm.arguments import engine_arguments
@@ -29,10 +26,12 @@ from roll.rewards.types import Sample
 from roll.tracking.checkpointer import Checkpointer
 from tests.support.contract import forward_logprobs, greedy_oracle
 from tests.support.own_code import make_model
-from tests.support.trainers import make_batch, make_context
+from tests.support.trainers import make_batch, make_trainer, policy_loss
 from tests.unit.models import conftest
 
 KEY = "trust_remote_code: true"
+TRUSTING = {"trust_remote_code": True}
+EVERYONE = ("actor_train", "actor_infer", "reference")
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +83,7 @@ def test_commands_that_read_its_tokenizer_ask_too(own, capsys):
 def test_logits_that_only_its_own_code_knows_are_those_that_are_trained(own, tmp_path):
     """Also where they are compared: in the first micro-batch."""
     folder = make_model(tmp_path / "own_head", logit_factor=0.5)
-    trainer = Fsdp2Train(make_context(folder, "fsdp2_train", model_args={"trust_remote_code": True}, temperature=1.0))
-    trainer.setup()
+    trainer = make_trainer(folder, "fsdp2_train", model_args=TRUSTING, temperature=1.0)
     batch = make_batch()
     found = trainer.logprobs(batch).logprobs_T
     assert trainer.own_forward.compared == {"padded"}
@@ -97,15 +95,10 @@ def test_logits_that_only_its_own_code_knows_are_those_that_are_trained(own, tmp
 
 
 def test_its_sequences_stand_in_rows_of_their_own(own):
-    packs = make_context(
-        Path(own), "fsdp2_train", model_args={"trust_remote_code": True}, worker={"use_sequence_packing": True}
-    )
+    packs = {"use_sequence_packing": True}
     with pytest.raises(ValueError, match="use_sequence_packing: true, expected false: own_model_of_a_test has its own"):
-        Fsdp2Train(packs).setup()
-    sections = {"use_sequence_packing": True}
-    everyone = ("actor_train", "actor_infer", "reference")
-    found = refusals(own, everyone, actor_train=sections)
-    assert "its own code" in found["actor_train.use_sequence_packing"]
+        make_trainer(Path(own), "fsdp2_train", model_args=TRUSTING, worker=packs)
+    assert "its own code" in refusals(own, EVERYONE, actor_train=packs)["actor_train.use_sequence_packing"]
 
 
 def worker(trusts: bool, **sections: Any) -> WorkerConfig:
@@ -127,23 +120,11 @@ def test_a_generator_samples_with_it(own, caplog):
     assert f"Python files that come with {own} run" in caplog.text
 
 
-def values(scores: Any, batch: Any, context: Any) -> LossOutput:
-    return LossOutput((scores.logprobs_T * batch.loss_mask_T).sum() / 7, {})
-
-
 def test_a_trainer_learns_with_it_and_saves_it(own, tmp_path, capsys):
     with pytest.raises(ValueError, match=KEY):
-        Fsdp2Train(make_context(Path(own), "fsdp2_train")).setup()
-    context = make_context(Path(own), "fsdp2_train", model_args={"trust_remote_code": True}, temperature=1.0)
-    trainer = Fsdp2Train(context)
-    trainer.setup()
-    batch = make_batch()
-    before, model = trainer.logprobs(batch).logprobs_T, load_causal_lm(own, trust_remote_code=True)
-    first = batch.tokens_T[: batch.lengths_B[0]]
-    oracle = torch.log_softmax(model(first[None]).logits[0, :-1].double(), -1).gather(1, first[1:, None])[:, 0]
-    mask = batch.loss_mask_T[1 : len(first)]
-    assert before[1 : len(first)][mask].double().sub(oracle[mask]).abs().max() < 1e-5
-    trainer.train_step(batch, values)
+        make_trainer(Path(own), "fsdp2_train")
+    trainer = make_trainer(Path(own), "fsdp2_train", model_args=TRUSTING, temperature=1.0)
+    trainer.train_step(make_batch(), policy_loss)
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     saved = Checkpointer(checkpoints).save(1, lambda path: trainer.save(path) and None, {})
@@ -188,12 +169,7 @@ def test_a_reward_model_has_a_switch_of_its_own(own, tmp_path):
 def values_of(pretrain: str, trusted: tuple[str, ...], **sections: Any) -> dict[str, Any]:
     generator = {"strategy_args": {"strategy_name": "hf_infer"}}
     values = {"reference": generator, "actor_infer": generator, "pretrain": pretrain, **sections}
-    trusting = {"model_args": {"trust_remote_code": True}}
-    return values | {role: {**values.get(role, {}), **trusting} for role in trusted}
-
-
-def config(*args: Any, **sections: Any) -> AgenticConfig:
-    return conftest.checked(**values_of(*args, **sections))
+    return values | {role: {**values.get(role, {}), "model_args": TRUSTING} for role in trusted}
 
 
 def refusals(*args: Any, **sections: Any) -> dict[str, str]:
@@ -201,26 +177,22 @@ def refusals(*args: Any, **sections: Any) -> dict[str, str]:
 
 
 def test_a_configuration_says_it_for_every_role(own):
-    everyone = ("actor_train", "actor_infer", "reference")
-    found = config(own, everyone)
     assert ModelArguments().trust_remote_code is False
-    warnings = trusted_code(found)
-    assert [line.partition(":")[0] for line in warnings] == [
-        f"{role}.model_args.trust_remote_code" for role in everyone
-    ]
+    key = "{}.model_args.trust_remote_code".format
+    warnings = trusted_code(conftest.checked(**values_of(own, EVERYONE)))
+    assert [line.partition(":")[0] for line in warnings] == [key(role) for role in EVERYONE]
     assert all(f"come with {own} run" in line for line in warnings)
     missing = refusals(own, ())
-    assert list(missing) == ["actor_train.model_args.trust_remote_code"]
-    assert "configuration_own.py, modeling_own.py" in missing["actor_train.model_args.trust_remote_code"]
-    assert set(refusals(own, ("actor_train", "reference"))) == {"actor_infer.model_args.trust_remote_code"}
-    own_reference = refusals("tiny", (), reference_pretrain=own)
-    assert list(own_reference) == ["reference.model_args.trust_remote_code"]
-    assert not trusted_code(config("tiny", ()))
+    assert list(missing) == [key("actor_train")]
+    assert "configuration_own.py, modeling_own.py" in missing[key("actor_train")]
+    assert list(refusals(own, ("actor_train", "reference"))) == [key("actor_infer")]
+    assert list(refusals("tiny", (), reference_pretrain=own)) == [key("reference")]
+    assert not trusted_code(conftest.checked(**values_of("tiny", ())))
 
 
 def test_megatron_refuses_it(own):
     megatron = {"strategy_args": {"strategy_name": "megatron_train"}}
-    found = refusals(own, ("actor_train", "actor_infer", "reference"), actor_train=megatron)
+    found = refusals(own, EVERYONE, actor_train=megatron)
     assert "Megatron's own code" in found["actor_train.model_args.trust_remote_code"]
 
 

@@ -7,35 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from roll.algorithms.quantities import OutputLayer
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import ModelInput, PackedSequences, packed_row, row_with_shared_prompts
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training import module_trainer
 from roll.models import own_forward, planned_attention, scoring
+from roll.models.heads import OutputHead, trunk_of
+from roll.models.megatron.config import megatron_config
 from roll.models.own_forward import in_one_process
 from roll.models.scoring import TokenScorer, score_batch
-from tests.support.families import tiny_config, tiny_model, with_factors
-from tests.support.trainers import make_context
+from tests.support import trainers
+from tests.support.choice import needs
+from tests.support.families import FAMILIES, tiny_config, tiny_model, with_factors
 
 ENGINES = ("fsdp2_train", "deepspeed_train")
 PACKED = {"use_sequence_packing": True, "share_prompts": False}
 SHARED = {"use_sequence_packing": True, "share_prompts": True}
 PADDED = {"share_prompts": False}
-EXPERTS = 6 * 2
-"""Of a token: six layers, two experts each."""
 
 
 def make_trainer(folder: Path, engine: str, family: str, worker: dict[str, Any], **options: Any) -> Any:
-    if engine == "deepspeed_train":
-        pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+    needs(engine)
     tiny_model(with_factors(tiny_config(family))).save_pretrained(folder)
     options |= {"worker": {"infer_batch_size": 8, **worker}, "training_args": {"per_device_train_batch_size": 8}}
-    made = STRATEGIES.get(engine)(make_context(folder, engine, temperature=1.0, **options))
-    made.setup()
-    return made
+    return trainers.make_trainer(folder, engine, temperature=1.0, **options)
 
 
 def make_batch(*, experts: bool = False) -> Batch:
@@ -47,14 +46,14 @@ def make_batch(*, experts: bool = False) -> Batch:
     batch = Batch(lengths, torch.cat(rows), torch.zeros(int(lengths.sum())).bool())
     batch = batch.replace(loss_mask_T=batch.positions_T >= 30)
     if experts:
-        chosen = torch.rand(batch.num_tokens, EXPERTS // 2, 4, generator=generator).argsort(-1)[..., :2]
+        # Two of four experts in each of six layers.
+        chosen = torch.rand(batch.num_tokens, 6, 4, generator=generator).argsort(-1)[..., :2]
         batch = batch.replace(experts_TE=chosen.flatten(1).to(torch.int16))
     return batch
 
 
 def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     column = scores.logprobs_T if scores.values_T is None else scores.values_T
-    assert column is not None
     return LossOutput(-column.sum() / context.num_tokens, {})
 
 
@@ -201,3 +200,102 @@ def test_few_tokens_are_compared_and_no_logits_of_a_long_prompt():
     model.get_output_embeddings().register_forward_hook(lambda _, args, __: rows.append(args[0].shape[-2]))
     check.compare(batch, "padded")
     assert sum(rows) == own_forward.CHECKED_ROWS * own_forward.CHECKED_TOKENS
+
+
+# ---- logits are those of the model's own forward pass, whatever it does after its trunk
+
+CHANGING = ("cohere2", "falcon_h1", "gemma2", "gemma3_text", "granite", "hyperclovax", "minicpm3", "nanochat")
+CHANGING += ("recurrent_gemma", "roberta", "xlstm")
+"""Families whose logits are not those of their output layer, each in its own way."""
+PLAIN = ("gpt2", "llama4_text", "nemotron", "olmo2", "opt", "phi3", "qwen2", "qwen3_5_text")
+
+
+def ids_of(length: int) -> Tensor:
+    return torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def difference(family: str) -> float:
+    """From the log-probabilities of the model's own forward pass."""
+    model, ids = tiny_model(with_factors(tiny_config(family))), ids_of(25)
+    with torch.no_grad():
+        found = OutputHead(model)(trunk_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0])
+        wanted = model(input_ids=ids, use_cache=False).logits[0]
+    return float((found.log_softmax(-1) - wanted.float().log_softmax(-1)).abs().max())
+
+
+@pytest.mark.parametrize("family", [*CHANGING, *PLAIN])
+def test_a_head_that_changes_logits_is_run_as_it_is_and_others_are_the_output_layer(family):
+    config = tiny_config(family)
+    assert OutputHead(tiny_model(config if family in PLAIN else with_factors(config))).is_plain == (family in PLAIN)
+    assert difference(family) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_is_scored_wrong_without_a_word(family):
+    try:
+        model = tiny_model(with_factors(tiny_config(family)))
+        model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    except Exception as error:
+        pytest.skip(f"cannot be built tiny from its configuration alone: {error}")
+    try:
+        scorer = TokenScorer(model)
+        score_batch(scorer, trainers.make_batch(3), check=in_one_process(scorer))
+    except ValueError as error:
+        assert "own forward pass" in str(error)
+        return
+    assert difference(family) < 1e-5
+
+
+def test_the_gradient_is_that_of_the_models_own_forward_in_chunks_too(monkeypatch):
+    model, ids = tiny_model(with_factors(tiny_config("minicpm3"))), ids_of(14)
+    monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", 5 * 96)
+    gradients = []
+    for own in (True, False):
+        model.zero_grad()
+        if own:
+            logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            loss = logprobs.gather(1, ids[0, 1:, None]).sum()
+        else:
+            loss = TokenScorer(model)(ids, None, torch.arange(13), ids[0, 1:])["logprobs_T"].sum()
+        loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for wanted, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["minicpm3", "hyperclovax"])
+def test_a_copy_of_the_output_layer_goes_through_its_models_head(family):
+    model, ids = tiny_model(with_factors(tiny_config(family))), ids_of(14)
+    with torch.no_grad():
+        hidden = trunk_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        wanted = model(input_ids=ids, use_cache=False).logits[0]
+        with torch.device("meta"):
+            outline = type(model)(model.config)
+        weight = model.get_output_embeddings().weight
+        torch.testing.assert_close(OutputLayer(weight, None, OutputHead(outline))(hidden), wanted)
+        torch.testing.assert_close(OutputHead(model)(hidden, OutputLayer(weight)), wanted)
+
+
+def test_a_model_without_a_trunk_of_its_own_is_refused():
+    class Whole(nn.Module):
+        base_model = property(lambda self: self)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match="Whole has no trunk"):
+        OutputHead(Whole())  # type: ignore[arg-type]
+
+
+def test_an_entry_of_that_name_which_the_models_code_does_not_read_changes_nothing():
+    config = tiny_config("qwen2", logit_scale=0.5, final_logit_softcapping=2.0)
+    scorer, batch = TokenScorer(tiny_model(config)), trainers.make_batch(3)
+    plain = score_batch(TokenScorer(tiny_model(tiny_config("qwen2"))), batch).logprobs_T
+    assert torch.equal(score_batch(scorer, batch, check=in_one_process(scorer)).logprobs_T, plain)
+
+
+@pytest.mark.parametrize("family", CHANGING)
+def test_megatron_refuses_what_it_would_not_compute(family):
+    with pytest.raises(ValueError, match="expected"):
+        megatron_config(with_factors(tiny_config(family)))

@@ -3,33 +3,23 @@
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences, packed_row
-from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.models import planned_attention
 from roll.models.measured import FILE, kinds, packing_problem, watched
 from roll.models.scoring import TokenScorer, score_input
 from tests.support.families import BOUND, FAMILIES, LAYERS, measured, packing_differences, tiny_config, tiny_model
-from tests.support.sizes import sizes
-from tests.support.trainers import make_batch, make_context
+from tests.support.trainers import make_batch, make_trainer
 from tests.unit.models.conftest import refusals
 
 LISTED = json.loads(FILE.read_text(encoding="utf-8"))
@@ -138,27 +128,19 @@ def test_validation_refuses_a_packed_role_with_its_reason(tmp_path, family, stra
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "options"),
-    [
-        (Fsdp2Train, "fsdp2_train", {}),
-        (Fsdp2Infer, "fsdp2_infer", {}),
-        (HfInfer, "hf_infer", {"role": "reference", "sequence_length": 64}),
-    ],
+    ("name", "role"), [("fsdp2_train", "actor_train"), ("fsdp2_infer", "actor_train"), ("hf_infer", "reference")]
 )
-def test_loading_refuses_it_where_the_configuration_was_not_at_hand(tmp_path, kind, name, options):
+def test_loading_refuses_it_where_the_configuration_was_not_at_hand(tmp_path, name, role):
     tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path)
-    context = make_context(tmp_path, name, worker={"use_sequence_packing": True}, **options)
-    key = rf"{context.role}\.use_sequence_packing: true, expected false: nemotron lets"
-    with pytest.raises(ValueError, match=key):
-        kind(context).setup()
+    with pytest.raises(ValueError, match=rf"{role}\.use_sequence_packing: true, expected false: nemotron lets"):
+        make_trainer(tmp_path, name, worker={"use_sequence_packing": True}, role=role, sequence_length=64)
 
 
 def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, caplog):
     """Sharing is on by default: the run continues without it and says so once."""
     tiny_model(tiny_config("nemotron")).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
-        scorer = Fsdp2Infer(make_context(tmp_path, "fsdp2_infer"))
-        scorer.setup()
+        scorer = make_trainer(tmp_path, "fsdp2_infer")
     assert not scorer.shares_prompts
     (line,) = [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()]
     assert line.startswith("actor_train.share_prompts: off, as nemotron lets the sequences of a row see each other")
@@ -166,18 +148,15 @@ def test_prompts_are_not_shared_in_a_model_that_is_not_known(tmp_path, caplog):
 
 
 LENGTHS = (7, 1, 12, 3)
-SMALL = {**sizes(37, 16, 24, 2, 4, 2), "initializer_range": 0.3}
+two_layers = partial(tiny_config, num_hidden_layers=2)
 WINDOW = {"sliding_window": 4}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
 CONFIGS = {
-    "qwen2": Qwen2Config(**SMALL),
-    "qwen2, one layer with a window": Qwen2Config(**SMALL, **WINDOW, use_sliding_window=True, max_window_layers=1),
-    "mistral, a window without kinds of layers": MistralConfig(**SMALL, **WINDOW),
-    "gemma2, every second layer with a window": Gemma2Config(
-        **SMALL, **WINDOW, head_dim=8, attn_logit_softcapping=None
-    ),
-    "qwen3-moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=8),
-    "gpt2, positions that are learned": GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "qwen2": two_layers("qwen2"),
+    "qwen2, one layer with a window": two_layers("qwen2", **WINDOW, use_sliding_window=True, max_window_layers=1),
+    "mistral, a window without kinds of layers": two_layers("mistral", **WINDOW),
+    "gemma2, every second layer with a window": two_layers("gemma2", **WINDOW, attn_logit_softcapping=None),
+    "qwen3-moe": two_layers("qwen3_moe", norm_topk_prob=True),
+    "gpt2, positions that are learned": two_layers("gpt2"),
 }
 
 
@@ -203,7 +182,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "keys"), [(4, 2, 8, 16), (9, 3, 64, 80), (6, 1, 32, 48)])
 def test_a_decode_step_does_not_copy_keys_and_changes_no_bit(heads, kv_heads, size, keys, monkeypatch):
-    assert planned_attention.enable(AutoModelForCausalLM.from_config(CONFIGS["qwen2"]))
+    assert planned_attention.enable(tiny_model(CONFIGS["qwen2"]))
     attend = ALL_ATTENTION_FUNCTIONS[planned_attention.NAME]
     states = [torch.randn(16, *shape, size) for shape in ((heads, 1), (kv_heads, keys), (kv_heads, keys))]
     mask = torch.where(torch.arange(keys) <= torch.randint(keys, (16, 1)), 0.0, -torch.inf)[:, None, None]
@@ -216,7 +195,7 @@ def test_a_decode_step_does_not_copy_keys_and_changes_no_bit(heads, kv_heads, si
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_attention_and_its_gradient_are_block_diagonal(heads, kv_heads, window):
-    assert planned_attention.enable(AutoModelForCausalLM.from_config(CONFIGS["qwen2"]))
+    assert planned_attention.enable(tiny_model(CONFIGS["qwen2"]))
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, n, sum(LENGTHS), 8) for n in (heads, kv_heads, kv_heads)]
     exact = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
@@ -234,9 +213,7 @@ def test_attention_and_its_gradient_are_block_diagonal(heads, kv_heads, window):
 
 
 def scores_and_gradient(name: str, attention: str) -> list[Tensor]:
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).eval()
-    batch = short_rows()
+    model, batch = tiny_model(CONFIGS[name], 1, attn_implementation=attention), short_rows()
     scorer = TokenScorer(model)
     scorer._takes_plans = attention == "sdpa"
     scores = score_input(scorer, packed_row(batch), batch.num_tokens)
@@ -246,14 +223,13 @@ def scores_and_gradient(name: str, attention: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_rows_score_and_learn_as_under_a_mask_over_the_whole_row(name):
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa")
-    assert planned_attention.enable(model)
+    assert planned_attention.enable(tiny_model(CONFIGS[name], attn_implementation="sdpa"))
     for found, wanted in zip(scores_and_gradient(name, "sdpa"), scores_and_gradient(name, "eager"), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
 def test_a_model_whose_layers_drop_arguments_is_left_as_it_is(monkeypatch):
-    model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"], attn_implementation="sdpa")
+    model = tiny_model(CONFIGS["qwen2"], attn_implementation="sdpa")
     layer: type[nn.Module] = type(model.model.layers[0])
     monkeypatch.setattr(layer, "forward", lambda self, hidden_states: hidden_states)
     assert not planned_attention.enable(model)

@@ -18,7 +18,6 @@ from roll.data.identity import content_ids
 from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
 from roll.data.pictures import Pictures
 from roll.data.requests import GenerateRequest
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.generation.generator import check_request
 from roll.models.freezing import freeze_unseen
 from roll.models.loading import load_causal_lm
@@ -27,10 +26,11 @@ from roll.models.pictures import FAMILIES, PictureInput, Tower, tower_of
 from roll.models.planned_attention import enable_sharing
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.preflight.models import check_frozen_parts
+from tests.support.contract import one_thread
 from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import MARK, make_pictured, make_rows, picture, shown, unmodified
-from tests.support.trainers import make_context
+from tests.support.trainers import make_trainer
 
 PACKED = {"use_sequence_packing": True, "share_prompts": False, "infer_batch_size": 8}
 
@@ -158,8 +158,7 @@ CHANGES = (swapped, one_off, other_grid)
 )
 def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monkeypatch, family, change, engine):
     options: dict[str, Any] = {"worker": PACKED, "pictures": True, "temperature": 1.0}
-    trainer: Any = STRATEGIES.get(engine)(make_context(models(family), engine, **options))
-    trainer.setup()
+    trainer = make_trainer(models(family), engine, **options)
     a, b = picture(1, 2, 3, family), picture(2, *((2, 3) if change is swapped else (3, 2)), family)
     batch = make_rows([[3, a, 2, -6], [4, b, 3, -5], [2, a, -9]], 1, family)
     made = Tower.of_rows
@@ -174,9 +173,7 @@ def test_what_is_shown_wrongly_ends_the_run_before_its_first_result(models, monk
 def test_pictures_that_are_seen_one_way_end_the_run(models, monkeypatch):
     """Gemma's tokens of a picture see each other both ways, also in a packed row; a kernel that cannot is refused."""
     folder, batch = models("gemma3"), make_pictured(0, "gemma3")
-    context = make_context(folder, "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
-    trainer: Any = STRATEGIES.get("fsdp2_train")(context)
-    trainer.setup()
+    trainer = make_trainer(folder, "fsdp2_train", worker=PACKED, pictures=True, temperature=1.0)
     with monkeypatch.context() as patched:
         patched.setattr(trainer.weights.scorer.tower, "both_ways", False)
         with pytest.raises(ValueError, match=r"of the first micro-batch \(packed\) .* part in model.language_model"):
@@ -198,8 +195,7 @@ def test_pictures_that_are_seen_one_way_end_the_run(models, monkeypatch):
 def test_critics_and_reward_models_see(models, monkeypatch, family, head, engine):
     """Their hidden states are those of the model's own trunk."""
     options: dict[str, Any] = {"worker": PACKED, "pictures": True, "head": head, "role": "critic"}
-    trainer: Any = STRATEGIES.get(engine)(make_context(models(family), engine, **options))
-    trainer.setup()
+    trainer = make_trainer(models(family), engine, **options)
     batch = make_rows([[3, picture(1, 2, 3), 2, -6], [4, picture(2, 2, 3), 3, -5], [5, -4]], 1)
     assert trainer.logprobs(batch).values_T is not None and trainer.own_forward.compared == {"packed"}
     trainer.own_forward.compared.clear()
@@ -247,9 +243,7 @@ def test_pictures_that_do_not_fit_are_named(models):
     with pytest.raises(ValueError, match=r"llava has been .* with a clip_vision_model alone, not with a qwen3_vl"):
         Tower(model, Pictures(folder))
     model.config.model_type = "internvl"
-    with pytest.raises(
-        ValueError, match=r"internvl has not been compared .* on pictures; expected one of qwen2_5_vl, "
-    ):
+    with pytest.raises(ValueError, match=r"internvl has not been compared .* on pictures; expected one of qwen2_5_vl"):
         Tower(model, Pictures(folder))
 
 
@@ -308,15 +302,10 @@ def test_no_bit_of_features_depends_on_other_pictures(tmp_path, family):
         output = tower.see(seen)["mm_encoder_outputs"]["image"].pooler_output
         return (output if isinstance(output, Tensor) else torch.cat(output)), len(seen.values)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            together, passes = features(rows)
-            alone = [features([row])[0] for row in rows]
-            reversed_order = features(rows[::-1])[0]
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.inference_mode():
+        together, passes = features(rows)
+        alone = [features([row])[0] for row in rows]
+        reversed_order = features(rows[::-1])[0]
     shapes = [item.data.shape for items in batch.items_I for item in items]
     assert passes == (len(shapes) if family == "mistral3" else len({*shapes}))
     assert torch.equal(together, torch.cat(alone))

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,10 @@ CPU = torch.device("cpu")
 
 
 def rows_of(
-    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, penalty: float = 1.0, min_p: float = 0.0
+    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, penalty: float = 1.0, **options: Any
 ) -> SamplerRows:
-    return SamplerRows.build(
-        [temperature] * count, [top_k] * count, [top_p] * count, [penalty] * count, CPU, min_p=[min_p] * count
-    )
+    """Of equal rows but for the options."""
+    return SamplerRows.build([temperature] * count, [top_k] * count, [top_p] * count, [penalty] * count, CPU, **options)
 
 
 def draws_uniform(count: int) -> Tensor:
@@ -37,16 +37,22 @@ def draws_uniform(count: int) -> Tensor:
     return torch.from_numpy(uniforms(seeds, np.arange(count, dtype=np.uint64) % np.uint64(4)))
 
 
-def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, float]:
-    """Pearson's statistic over the possible outcomes, and a bound that it exceeds about once in 100,000 times."""
+def assert_follows(outcomes: Tensor, probabilities: Tensor) -> None:
+    """By Pearson's statistic over the possible outcomes, which exceeds the bound about once in 100,000 times."""
+    probabilities, counts = probabilities.numpy(), np.bincount(outcomes.numpy(), minlength=len(probabilities))
     possible = probabilities > 0
     assert counts[~possible].sum() == 0
     expected = probabilities[possible] * counts.sum()
     statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
     freedom = max(1, possible.sum() - 1)
     # Wilson and Hilferty 1931: the cube root of chi-square is nearly normal.
-    bound = freedom * (1 - 2 / (9 * freedom) + 4.27 * (2 / (9 * freedom)) ** 0.5) ** 3
-    return statistic, bound
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 4.27 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def assert_said(logprobs_B: Tensor, tokens_B: Tensor, logits: Tensor, temperature: float) -> None:
+    """Log-probabilities are those at the temperature, before penalties, top-k and top-p."""
+    full = torch.log_softmax(logits.double() / temperature, -1)
+    torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -77,22 +83,18 @@ def test_tokens_follow_the_distribution_of_transformers_warpers(temperature, top
     seen_BV = torch.zeros(NUM_DRAWS, 10, dtype=torch.bool)
     seen_BV[:, seen[0]] = True
 
-    rows = rows_of(NUM_DRAWS, temperature, top_k, top_p, penalty, min_p)
+    rows = rows_of(NUM_DRAWS, temperature, top_k, top_p, penalty, min_p=[min_p] * NUM_DRAWS)
     tokens_B, logprobs_B = sample(logits.expand(NUM_DRAWS, -1), rows, draws_uniform(NUM_DRAWS), seen_BV)
 
-    counts = torch.bincount(tokens_B, minlength=10).numpy()
-    statistic, bound = chi_square(counts, warped.softmax(-1)[0].numpy())
-    assert statistic < bound
-    full = torch.log_softmax(logits.double() / temperature, -1)  # before penalty, top-k and top-p
-    torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
+    assert_follows(tokens_B, warped.softmax(-1)[0])
+    assert_said(logprobs_B, tokens_B, logits, temperature)
     if rows.top_k_R is not None and penalty == 1:
         kept, rows = {}, replace(rows, max_kept_R=torch.full_like(rows.top_k_R, 5))
         again_B, among_B = sample(logits.expand(NUM_DRAWS, -1), rows, draws_uniform(NUM_DRAWS), None, None, None, kept)
         left = warped[0].isfinite().nonzero()[:, 0].tolist()
-        expected = warped.log_softmax(-1)[0] if len(left) <= 5 else full
         assert torch.equal(again_B, tokens_B)
         assert [sorted(ids) for ids in kept.values()] == ([left] * NUM_DRAWS if len(left) <= 5 else [])
-        torch.testing.assert_close(among_B.double(), expected[tokens_B], atol=1e-6, rtol=0)
+        assert_said(among_B, tokens_B, *((warped[0], 1.0) if len(left) <= 5 else (logits, temperature)))
 
 
 def test_presence_and_frequency_come_off_the_logits_of_what_was_sampled():
@@ -104,26 +106,20 @@ def test_presence_and_frequency_come_off_the_logits_of_what_was_sampled():
     penalised = logits.double()
     penalised = torch.where(seen, torch.where(penalised > 0, penalised / repetition, penalised * repetition), penalised)
     penalised = penalised - frequency * count.double() - presence * (count > 0).double()
-    same = [[value] * NUM_DRAWS for value in (temperature, 0, 1.0, repetition)]
-    rows = SamplerRows.build(*same, CPU, presence=[presence] * NUM_DRAWS, frequency=[frequency] * NUM_DRAWS)
+    more = {"presence": [presence] * NUM_DRAWS, "frequency": [frequency] * NUM_DRAWS}
+    rows = rows_of(NUM_DRAWS, temperature, penalty=repetition, **more)
     every = [each.expand(NUM_DRAWS, -1) for each in (logits, seen, count)]
 
     tokens_B, logprobs_B = sample(every[0], rows, draws_uniform(NUM_DRAWS), every[1], None, every[2])
-
-    statistic, bound = chi_square(
-        torch.bincount(tokens_B, minlength=6).numpy(), (penalised / temperature).softmax(-1).numpy()
-    )
-    assert statistic < bound
-    full = torch.log_softmax(logits.double() / temperature, -1)
-    torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
+    assert_follows(tokens_B, (penalised / temperature).softmax(-1))
+    assert_said(logprobs_B, tokens_B, logits, temperature)
 
 
 def test_consecutive_tokens_of_one_seed_are_independent():
     seeds = np.arange(NUM_DRAWS, dtype=np.uint64)
     first, second = (uniforms(seeds, np.full(NUM_DRAWS, i, dtype=np.uint64)) for i in (0, 1))
     pairs = (first * 8).astype(int) * 8 + (second * 8).astype(int)
-    statistic, bound = chi_square(np.bincount(pairs, minlength=64), np.full(64, 1 / 64))
-    assert statistic < bound
+    assert_follows(torch.from_numpy(pairs), torch.full((64,), 1 / 64))
 
 
 def test_rows_with_different_parameters_do_not_disturb_each_other():
@@ -142,26 +138,21 @@ def test_rows_with_different_parameters_do_not_disturb_each_other():
 
 def test_a_first_token_has_a_temperature_of_its_own_and_the_others_theirs():
     logits = torch.tensor([2.0, 1.5, 1.0, -3.0])
-    same, none = [0.5] * NUM_DRAWS, [0] * NUM_DRAWS
-    ones = [1.0] * NUM_DRAWS
-    rows = SamplerRows.build(same, none, ones, ones, CPU, first_temperature=[30.0, None] * (NUM_DRAWS // 2))
+    rows = rows_of(NUM_DRAWS, 0.5, first_temperature=[30.0, None] * (NUM_DRAWS // 2))
     hot_B = torch.arange(NUM_DRAWS) % 2 == 0
     for index in (0, 1):
         index_B = torch.full((NUM_DRAWS,), index)
         uniform = torch.from_numpy(uniforms(np.arange(NUM_DRAWS, dtype=np.uint64), np.full(NUM_DRAWS, 0, np.uint64)))
         tokens_B, logprobs_B = sample(logits.expand(NUM_DRAWS, -1), rows, uniform, None, index_B)
         for chosen_B, temperature in ((hot_B, 30.0 if index == 0 else 0.5), (~hot_B, 0.5)):
-            full = torch.log_softmax(logits.double() / temperature, -1)
-            counts = torch.bincount(tokens_B[chosen_B], minlength=4).numpy()
-            statistic, bound = chi_square(counts, full.exp().numpy())
-            assert statistic < bound
-            torch.testing.assert_close(logprobs_B[chosen_B].double(), full[tokens_B[chosen_B]], atol=1e-6, rtol=0)
+            assert_follows(tokens_B[chosen_B], (logits.double() / temperature).softmax(-1))
+            assert_said(logprobs_B[chosen_B], tokens_B[chosen_B], logits, temperature)
 
 
 def test_a_first_token_has_a_top_k_of_its_own_and_the_others_theirs():
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0]).expand(600, -1)
     few = [None] * 200 + [2] * 200 + [0] * 200
-    rows = SamplerRows.build([1.0] * 600, [3] * 600, [1.0] * 600, [1.0] * 600, CPU, first_top_k=few)
+    rows = rows_of(600, top_k=3, first_top_k=few)
     for index, expected in ((0, (3, 2, 5)), (1, (3, 3, 3))):
         tokens_B, _ = sample(logits, rows, draws_uniform(600), index_B=torch.full((600,), index))
         assert tuple(len(part.unique()) for part in tokens_B.split(200)) == expected
@@ -202,6 +193,7 @@ def test_few_tokens_ask_for_a_look_at_the_text():
     asked = sum(finder.may_end(("</answer>",), token) for token in range(len(tokenizer)))
     assert 0 < asked < 0.25 * len(tokenizer)
     assert not finder.may_end(("</answer>",), len(tokenizer) + 5)  # a model may have more rows than the tokenizer
+    assert all(finder.may_end(("left ",), token) for token in range(len(tokenizer))), "lone tokens may lose their space"
 
 
 @pytest.mark.parametrize("numbers", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import unicodedata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,15 +56,17 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return plain, chosen
 
 
+def modules_of(code: str, path: Path) -> set[str]:
+    """What a process of its own has imported when it has run the code with a folder as ``path``."""
+    code = f"import sys; from pathlib import Path; path = Path(sys.argv[1]); {code}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    return {*done.stdout.split()}
+
+
 def test_a_tokenizer_alone_needs_no_torch(tmp_path):
     make_tiny_model(tmp_path / "model", seed=0)
-    code = (
-        "import sys; from roll.models.tokenizer import load_tokenizer as load; load(sys.argv[1]); print(*sys.modules)"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True, check=True
-    )
-    assert "transformers" in loaded.stdout.split() and "torch" not in loaded.stdout.split()
+    loaded = modules_of("from roll.models.tokenizer import load_tokenizer as load; load(str(path))", tmp_path / "model")
+    assert "transformers" in loaded and "torch" not in loaded
 
 
 def test_what_games_say_often_is_one_token_each_and_chat_markers_are_special():
@@ -93,11 +96,8 @@ def test_a_sokoban_turn_costs_23_prompt_and_4_answer_tokens(seed):
             break
 
 
-def _opening(renderer: ChatRenderer, observation: str) -> list[int]:
-    ids: list[int] = renderer.prompt(
-        [{"role": "system", "content": "Sokoban"}, {"role": "user", "content": observation}]
-    ).tolist()
-    return ids
+def _opening(renderer: ChatRenderer, observation: str) -> Any:
+    return renderer.prompt([{"role": "system", "content": "Sokoban"}, {"role": "user", "content": observation}])
 
 
 def test_the_model_loads_as_any_other_and_keeps_its_tokenizer(tmp_path):
@@ -134,13 +134,9 @@ def test_the_seed_decides_the_weights_and_disturbs_nobody(tmp_path):
 
 
 def test_the_model_is_what_transformers_itself_would_make_without_importing_its_models(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from roll.models.tiny import make_tiny_model as make;"
-        "make(Path(sys.argv[1]), seed=5, num_heads=2, hidden_size=32, num_layers=1); print(*sys.modules)"
-    )
-    path = tmp_path / "tiny"
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-    assert not {"transformers.modeling_utils", "transformers.generation", "torch._dynamo"} & set(done.stdout.split())
+    make = "make_tiny_model(path, seed=5, num_heads=2, hidden_size=32, num_layers=1)"
+    loaded = modules_of(f"from roll.models.tiny import make_tiny_model; {make}", path := tmp_path / "tiny")
+    assert not {"transformers.modeling_utils", "transformers.generation", "torch._dynamo"} & loaded
     torch.manual_seed(5)
     expected = Qwen2ForCausalLM(Qwen2Config(**tiny_config(num_heads=2, hidden_size=32, num_layers=1)))
     made = AutoModelForCausalLM.from_pretrained(path)

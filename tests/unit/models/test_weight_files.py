@@ -1,11 +1,13 @@
-"""Tensors of a folder: read by name from what Transformers writes, and taken, kept or refused by a model."""
+"""Tensors of a folder: read by name or in parts from what is written, and taken, kept or refused by a model."""
 
 import json
 import logging
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -13,15 +15,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from transformers.core_model_loading import revert_weight_conversion
 
 from roll.models.freezing import UnknownPartError, freeze, frozen_parameters, own_rates
 from roll.models.heads import load_value_head
-from roll.models.loading import copy_companions, fit_folder, load_causal_lm, load_config, outline
+from roll.models.loading import copy_companions, fit_folder, load_causal_lm, load_config, outline, persistent_buffers
+from roll.models.stored import LowPrecision, StoredTensor
 from roll.models.tiny import make_tokenizer
 from roll.models.tokenizer import load_tokenizer
 from roll.models.weight_files import INDEX, FolderFit, WeightFiles
+from tests.support.choice import slow_but
+from tests.support.families import tiny_config, tiny_model
+from tests.support.known_families import KNOWN, make_known
 from tests.support.megatron_models import CONFIGS, checkpoint, make_model
 
 
@@ -52,34 +58,9 @@ def test_a_model_without_output_layer_has_names_without_prefix(model, tmp_path):
         files.read("lm_head.weight")
 
 
-def tiny(kind: str, **options: Any) -> PreTrainedConfig:
-    shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
-    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    latent = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4)
-    more: dict[str, dict[str, Any]] = {
-        "GPT2": {"n_inner": 24},
-        "GPTNeoX": {"intermediate_size": 24},
-        "Llama": {"intermediate_size": 24, "num_key_value_heads": 1},
-        "Qwen2": {"intermediate_size": 24, "num_key_value_heads": 1, "tie_word_embeddings": True},
-        "Qwen3Moe": {"num_key_value_heads": 1, "num_experts": 4, "head_dim": 8, **experts},
-        "DeepseekV3": {
-            "intermediate_size": 24,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            **experts,
-            **latent,
-        },
-    }
-    config: PreTrainedConfig = getattr(transformers, f"{kind}Config")(**shape, **more[kind], **options)
-    return config
-
-
-def written(folder: Path, kind: str, **options: Any) -> dict[str, Tensor]:
-    """The tensors of a random model, which is in the folder then."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny(kind, **options)).float().save_pretrained(folder)
+def written(folder: Path, family: str) -> dict[str, Tensor]:
+    """The tensors of a random model, which is in the folder then; Qwen's output layer is its embedding."""
+    tiny_model(tiny_config(family, num_hidden_layers=2, tie_word_embeddings=family == "qwen2")).save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
 
@@ -93,7 +74,15 @@ def configure(folder: Path, **entries: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
+def fit(folder: Path, head: str = "lm") -> FolderFit:
+    return fit_folder(head, str(folder), load_config(str(folder)))
+
+
 Change = Callable[[Path, dict[str, Tensor]], None]
+
+
+def configured(**entries: Any) -> Change:
+    return lambda folder, _: configure(folder, **entries)
 
 
 def with_more(name: str, *shape: int, dtype: torch.dtype = torch.float32, **entries: Any) -> Change:
@@ -129,76 +118,72 @@ def in_fp8(folder: Path, tensors: dict[str, Tensor]) -> None:
 QUERY = "model.layers.0.self_attn.q_proj"
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "another output layer than the tied one": (
-        "Qwen2",
-        with_more("lm_head.weight", 32, 16),
+        "qwen2",
+        with_more("lm_head.weight", 96, 64),
         r"lm_head\.weight differs from model\.embed_tokens\.weight, but .* tie_word_embeddings: true",
     ),
     "a layer too many": (
-        "Llama",
+        "llama",
         third_layer,
         r"9 of its 30 tensors have no place in LlamaForCausalLM and would be lost: \S+layers\.2\.\S+, \S+, \S+ and 6 "
         r"more; config\.json says num_hidden_layers: 2, the file has 3 layers",
     ),
     "a layer too few": (
-        "Llama",
+        "llama",
         without("model.layers.1.mlp.up_proj.weight"),
         r"1 weights are missing.*1\.mlp\.up_proj",
     ),
-    "a trunk": ("Llama", trunk_alone, r"1 weights are missing, the first is 'lm_head\.weight'"),
-    "a bias": ("Llama", with_more(f"{QUERY}.bias", 16), rf"1 of its 22 tensors .*lost: {QUERY}\.bias"),
-    "scales": ("Llama", with_more(f"{QUERY}.weight_scale_inv", 1, 1), "they belong to quantised weights"),
-    "fp8": ("Llama", in_fp8, r"0\.mlp\.up_proj\.weight: got number format F8_E4M3, expected weights in bf16"),
+    "a trunk": ("llama", trunk_alone, r"1 weights are missing, the first is 'lm_head\.weight'"),
+    "a bias": ("llama", with_more(f"{QUERY}.bias", 64), rf"1 of its 22 tensors .*lost: {QUERY}\.bias"),
+    "scales": ("llama", with_more(f"{QUERY}.weight_scale_inv", 1, 1), "they belong to quantised weights"),
+    "fp8": ("llama", in_fp8, r"0\.mlp\.up_proj\.weight: got number format F8_E4M3, expected weights in bf16"),
     "stated as quantised": (
-        "Llama",
-        lambda folder, _: configure(folder, quantization_config={"quant_method": "fp8"}),
+        "llama",
+        configured(quantization_config={"quant_method": "fp8"}),
         r"quantization_config in its config\.json \(fp8\), expected a model in bf16",
     ),
     "a layer behind those that predict further tokens": (
-        "DeepseekV3",
-        with_more("model.layers.3.eh_proj.weight", 16, 32, num_nextn_predict_layers=1),
+        "deepseek_v3",
+        with_more("model.layers.3.eh_proj.weight", 64, 128, num_nextn_predict_layers=1),
         r".*lost: model\.layers\.3\.eh_proj\.weight; .* the file has 4 layers",
     ),
-    "a wrapper's prefix": ("Llama", below("module."), r"21 of its 21 tensors .*lost: module\.lm_head\.weight"),
+    "a wrapper's prefix": ("llama", below("module."), r"21 of its 21 tensors .*lost: module\.lm_head\.weight"),
     "other sizes": (
-        "Llama",
-        lambda folder, _: configure(folder, intermediate_size=20),
+        "llama",
+        configured(intermediate_size=20),
         r"mlp\.\w+\.weight: got shape \(.*\), expected \(.*\), and 5 more of other shapes",
     ),
     "an expert without its half": (
-        "Qwen3Moe",
+        "qwen3_moe",
         without("model.layers.1.mlp.experts.2.up_proj.weight"),
         r"1\.mlp\.experts\.gate_up_proj: made of 4 of \S+, 3 of \S+, expected 4 of each",
     ),
     "an expert too few": (
-        "Qwen3Moe",
+        "qwen3_moe",
         without("model.layers.1.mlp.experts.2.down_proj.weight"),
         r"1\.mlp\.experts\.down_proj: made of 3 of \S+, expected 4 of each",
     ),
     "a router without its bias": (
-        "DeepseekV3",
+        "deepseek_v3",
         without("model.layers.1.mlp.gate.e_score_correction_bias"),
         r"1 weights are missing.*e_score_correction_bias",
     ),
     "an adapter too": (
-        "Llama",
+        "llama",
         lambda folder, _: (folder / "adapter_config.json").write_text("{}") and None,
         r"got a model and adapter_config\.json",
     ),
     "a matrix of an adapter": (
-        "Llama",
-        with_more(f"base_model.model.{QUERY}.lora_A.weight", 4, 16),
+        "llama",
+        with_more(f"base_model.model.{QUERY}.lora_A.weight", 4, 64),
         rf"1 of its 22 tensors .*lost: base_model\.model\.{QUERY}\.lora_A\.weight; they are an adapter's",
     ),
     "an unknown activation": (
-        "Llama",
-        lambda folder, _: configure(folder, hidden_act="swishy"),
+        "llama",
+        configured(hidden_act="swishy"),
         r"no model can be made of config\.json \(KeyError: 'swishy'\)",
     ),
-    "a padding token beyond": (
-        "Llama",
-        lambda folder, _: configure(folder, pad_token_id=32),
-        "pad_token_id: got 32, expected below vocab_size 32",
-    ),
+    "a padding token": ("llama", configured(pad_token_id=96), "pad_token_id: got 96, expected below vocab_size 96"),
 }
 
 
@@ -210,43 +195,32 @@ def test_a_folder_that_is_not_the_models_is_refused(tmp_path, name):
         load_causal_lm(str(tmp_path))
 
 
-KEPT: dict[str, tuple[str, Change, list[str]]] = {
-    "a value head": ("Llama", with_more("v_head.summary.weight", 1, 16), ["v_head.summary.weight"]),
-    "frequencies": ("Llama", with_more(f"{QUERY[:-7]}.rotary_emb.inv_freq", 4), [f"{QUERY[:-7]}.rotary_emb.inv_freq"]),
-    "a mask": (
-        "GPTNeoX",
-        with_more("gpt_neox.layers.0.attention.bias", 1, 1, 4, 4, dtype=torch.bool),
-        ["gpt_neox.layers.0.attention.bias"],
-    ),
-    "predictors of their own": ("Qwen3Moe", with_more("mtp.fc.weight", 16, 32), ["mtp.fc.weight"]),
-    "predictors behind the layers": (
-        "DeepseekV3",
-        with_more("model.layers.2.eh_proj.weight", 16, 32, num_nextn_predict_layers=1),
-        ["model.layers.2.eh_proj.weight"],
-    ),
-    "a copy of the tied embedding": (
-        "Qwen2",
-        lambda folder, tensors: write(folder, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}),
-        [],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_the_model_does_not_compute_with_is_kept(tmp_path, name):
-    kind, change, kept = KEPT[name]
-    change(tmp_path, written(tmp_path, kind))
-    assert fit_folder("lm", str(tmp_path), load_config(str(tmp_path))).kept == kept
+@pytest.mark.parametrize(
+    ("family", "name", "shape", "options"),
+    [
+        pytest.param("llama", "v_head.summary.weight", (1, 64), {}, id="a value head"),
+        pytest.param("llama", f"{QUERY[:-7]}.rotary_emb.inv_freq", (4,), {}, id="frequencies"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.bias", (1, 1, 4, 4), {"dtype": torch.bool}),
+        pytest.param("qwen3_moe", "mtp.fc.weight", (64, 128), {}, id="predictors of their own"),
+        ("deepseek_v3", "model.layers.2.eh_proj.weight", (64, 128), {"num_nextn_predict_layers": 1}),
+    ],
+)
+def test_what_the_model_does_not_compute_with_is_kept(tmp_path, family, name, shape, options):
+    with_more(name, *shape, **options)(tmp_path, written(tmp_path, family))
+    assert fit(tmp_path).kept == [name]
     assert not load_causal_lm(str(tmp_path)).training
 
 
-def test_the_output_layer_is_no_business_of_a_trunk(tmp_path):
-    with_more("lm_head.weight", 32, 16)(tmp_path, written(tmp_path, "Qwen2"))
-    assert fit_folder("value", str(tmp_path), load_config(str(tmp_path))).kept == ["lm_head.weight"]
+def test_a_tied_output_layer_may_be_written_out_and_is_no_business_of_a_trunk(tmp_path):
+    tensors = written(tmp_path, "qwen2")
+    write(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert fit(tmp_path).kept == [] and not load_causal_lm(str(tmp_path)).training
+    with_more("lm_head.weight", 96, 64)(tmp_path, tensors)
+    assert fit(tmp_path, "value").kept == ["lm_head.weight"]
 
 
 def test_a_head_of_several_outputs_is_no_start_of_a_value_head(tmp_path):
-    with_more("score.weight", 2, 16)(tmp_path, written(tmp_path, "Llama"))
+    with_more("score.weight", 2, 16)(tmp_path, written(tmp_path, "llama"))
     with pytest.raises(ValueError, match=r"score\.weight: got shape \(2, 16\), expected \(1, 16\)"):
         load_value_head(16, tmp_path)
 
@@ -309,16 +283,57 @@ def test_what_transformers_saves_of_a_family_fits_it(kind):
         config.num_hidden_layers = 2
     model = outline("lm", config)
     state = {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    fit = FolderFit(model, config, cast(WeightFiles, Headers(revert_weight_conversion(model, state))))
-    assert list(fit.problems()) == [] and fit.kept == []
+    tensors = revert_weight_conversion(model, state)
+    headers: Any = SimpleNamespace(names=tensors, form=lambda name: (tuple(tensors[name].shape), "F32"))
+    found = FolderFit(model, config, headers)
+    assert list(found.problems()) == [] and found.kept == []
 
 
-class Headers:
-    """What ``FolderFit`` asks of files, of tensors without values."""
+def check_parts(stored: StoredTensor, whole: Tensor) -> None:
+    """Compares a flat part and a block in bf16, at random."""
+    assert stored.whole().to(whole.dtype).equal(whole)
+    for view, dtype in ((whole.reshape(-1), whole.dtype), (whole, torch.bfloat16)):
+        offsets = [random.randrange(size) for size in view.shape]
+        sizes = [random.randrange(size - start) + 1 for size, start in zip(view.shape, offsets, strict=True)]
+        place = torch.full(sizes, 7.0, dtype=dtype)
+        stored.copy_into(place, tuple(view.shape), offsets, sizes)
+        region = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        assert place.equal(view[region].to(dtype))
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.names = tensors
-        self.form = lambda name: (tuple(tensors[name].shape), "F32")
+
+QUICK = {"qwen2", "qwen3_moe", "gpt_oss"}
+"""Tied weights, experts that are merged, and experts that lie in one tensor."""
+
+
+@pytest.mark.parametrize("family", slow_but(QUICK, KNOWN))
+def test_every_part_of_a_family_is_that_of_transformers(tmp_path, family):
+    random.seed(0)
+    make_known(tmp_path, family, 96)
+    model, found = load_causal_lm(str(tmp_path), dtype=torch.float32), fit(tmp_path)
+    for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        check_parts(found.stored(name), tensor.detach().float())
+    merged = [name for name, one in model.named_parameters() if len(found.stored(name).blocks) == len(one) == 4]
+    assert bool(merged) == (family == "qwen3_moe") or family not in QUICK  # experts are read one by one
+
+
+@pytest.mark.parametrize("sizes", [[40], [12, 28], [7, 20, 13]])
+def test_blocks_may_end_anywhere(sizes):
+    whole = torch.randn(5, 8)
+    pieces = whole.view(-1).split(sizes)
+    check_parts(StoredTensor((5, 8), [(len(one), lambda one=one: one) for one in pieces]), whole)
+
+
+def test_weights_of_few_bits_are_read_in_rows(monkeypatch):
+    monkeypatch.setattr("roll.models.stored._MAX_ELEMENTS", 50)
+    values, scales = torch.randn(23, 10).to(torch.float8_e4m3fn), torch.rand(6, 3)
+    fp8 = LowPrecision("fp8", (4, 4), "F32").stored("w", values, scales)
+    assert len(fp8.blocks) == 6
+    wide = scales.repeat_interleave(4, 0)[:23].repeat_interleave(4, 1)[:, :10]
+    check_parts(fp8, values.float() * wide)
+    blocks, exponents = torch.randint(0, 256, (3, 4, 2, 16), dtype=torch.uint8), torch.full((3, 4, 2), 127)
+    mxfp4 = LowPrecision("mxfp4", dtype="F32").stored("w", blocks, exponents)
+    assert len(mxfp4.blocks) == 3
+    check_parts(mxfp4, mxfp4.whole())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
+from transformers import PreTrainedModel
 
 from roll.distributed.weights import deltas
 from roll.distributed.weights.adapters import MergedAdapter
@@ -23,20 +23,13 @@ from roll.distributed.weights.buckets import (
 from roll.distributed.weights.receiver import WeightUpdate
 from roll.models.lora import LoraSpec, matrix_shapes
 from tests.support.contract import weights_of
-from tests.support.sizes import sizes
+from tests.support.families import tiny_config, tiny_model
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
 )
-MODEL = sizes(50, 32, 48, 2, 2, 2) | {"initializer_range": 0.2}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
-CONFIGS = {
-    "tied": Qwen2Config(**MODEL, tie_word_embeddings=True),
-    "untied": Qwen2Config(**MODEL, tie_word_embeddings=False),
-    "mixtral": MixtralConfig(**MODEL, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**MODEL, **MOE),
-}
+KINDS = ("tied", "untied", "mixtral", "qwen3_moe")
 SPEC = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
 
 
@@ -130,11 +123,9 @@ def test_damage_is_noticed():
 
 def pair(kind: str) -> list[PreTrainedModel]:
     """Two models of one architecture with different weights."""
-    models = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        models.append(AutoModelForCausalLM.from_config(CONFIGS[kind]).eval())
-    return models
+    family = {"tied": "qwen2", "untied": "qwen2"}.get(kind, kind)
+    config = tiny_config(family, num_hidden_layers=2, tie_word_embeddings=kind == "tied")
+    return [tiny_model(config, seed) for seed in (0, 1)]
 
 
 def read_only_buckets(model: PreTrainedModel):
@@ -153,7 +144,7 @@ def take(receiver: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     WeightUpdate(receiver, tensors).apply(tensors)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_update_makes_the_receiver_equal_to_the_sender(kind):
     receiver, sender = pair(kind)
     tensors = unpacked(read_only_buckets(sender))
@@ -234,7 +225,7 @@ def test_all_that_does_not_match_is_listed_at_once():
     before = {name: value.clone() for name, value in receiver.state_dict().items()}
     with pytest.raises(WeightMismatchError) as caught:
         WeightUpdate(receiver, weights)
-    shape = "model.norm.weight has shape (3,), expected (32,)"
+    shape = "model.norm.weight has shape (3,), expected (64,)"
     for part in (f"missing name {expert}", shape, "unknown name model.extra"):
         assert part in str(caught.value)
     with pytest.raises(WeightMismatchError, match=r"and [0-9]+ more"):

@@ -1,13 +1,16 @@
-"""Whole weights cut into the shards of any layout come back to the last bit, and the shards hold the right rows."""
+"""The map of names is complete, and whole weights cut into the shards of any layout come back to the last bit."""
 
 import itertools
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     Gemma2Config,
@@ -19,20 +22,32 @@ from transformers import (
 )
 
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size, parallel_size_problems
-from roll.models.megatron.families import ExpertModules
-from roll.models.megatron.names import ParallelLayout, join, load_shards, shard, shard_group
+from roll.models.megatron.families import ATTENTION, DENSE_MLP, LINEAR_BIASES, QK_NORM, QKV_BIAS, ExpertModules
+from roll.models.megatron.names import (
+    ParallelLayout,
+    adaptable_layers,
+    join,
+    load_shards,
+    module_parts,
+    shard,
+    shard_group,
+    source,
+    torn,
+)
 from tests.support.choice import one_in
 from tests.support.megatron_models import (
     CONFIGS,
     EXPERTS,
     LATENT,
     LLAMA3,
+    PLAIN,
     SHAPE,
     SIGMOIDS,
     YARN,
     ModuleSet,
     checkpoint,
     make_model,
+    name_in,
     parameter_names,
 )
 
@@ -49,10 +64,8 @@ STAGES = {
 
 
 def with_tensor_rank(layout: ParallelLayout, rank: int, size: int, expert_size: int | None = None) -> ParallelLayout:
-    fields = {**layout.__dict__, "tp_rank": rank, "tp_size": size}
-    if expert_size is not None:
-        fields |= {"expert_tp_rank": rank % expert_size, "expert_tp_size": expert_size}
-    return ParallelLayout(**fields)
+    experts = {} if expert_size is None else {"expert_tp_rank": rank % expert_size, "expert_tp_size": expert_size}
+    return replace(layout, tp_rank=rank, tp_size=size, **experts)
 
 
 def round_trip(
@@ -68,7 +81,7 @@ def round_trip(
     same for every expert-parallel rank."""
     back: dict[str, Tensor] = {}
     for stage, ep_rank in itertools.product(stages, range(ep)):
-        place = ParallelLayout(**{**stage.__dict__, "ep_rank": ep_rank, "ep_size": ep})
+        place = replace(stage, ep_rank=ep_rank, ep_size=ep)
         names = list(parameter_names(config, place, *modules))
         ranks = [with_tensor_rank(place, rank, tp, expert_tp) for rank in range(tp)]
         shards = [dict(load_shards(weights.__getitem__, names, config, layout)) for layout in ranks]
@@ -83,15 +96,22 @@ def round_trip(
 
 
 @cache
-def weights_of(case: str) -> dict[str, Tensor]:
-    return checkpoint(make_model(CONFIGS[case]))
+def made(case: str) -> tuple[dict[str, Tensor], MegatronModelConfig]:
+    return checkpoint(make_model(CONFIGS[case])), megatron_config(CONFIGS[case])
+
+
+def assert_comes_back(case: str, *layout: Any) -> None:
+    weights, config = made(case)
+    back = round_trip(config, weights, *layout)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("tp", one_in(2, [1, 2, 4]))
 @pytest.mark.parametrize("case", CONFIGS)
 def test_every_layout_comes_back_to_the_last_bit(case, tp, stages):
-    weights, config = weights_of(case), megatron_config(CONFIGS[case])
+    _, config = made(case)
     variants: list[tuple[int, ModuleSet, ExpertModules]] = [(1, "local", "sequential"), (1, "te", "sequential")]
     biased = config.family.experts.biased
     if biased:
@@ -100,22 +120,15 @@ def test_every_layout_comes_back_to_the_last_bit(case, tp, stages):
         kinds: tuple[ExpertModules, ...] = ("sequential", "grouped", "legacy_grouped")
         variants = [(ep, "te", kind) for ep in (1, 2) for kind in kinds]
     for ep, modules, experts in variants:
-        back = round_trip(config, weights, STAGES[stages], tp, ep, (modules, experts), 1 if biased else None)
-        assert back.keys() == weights.keys()
-        assert all(torch.equal(back[name], weights[name]) for name in weights)
+        assert_comes_back(case, STAGES[stages], tp, ep, (modules, experts), 1 if biased else None)
 
 
 def test_experts_may_have_another_tensor_parallel_size():
-    case = CONFIGS["qwen2 moe, every other layer dense"]
-    weights, config = checkpoint(make_model(case)), megatron_config(case)
-    back = round_trip(config, weights, [WHOLE], 4, 2, ("local", "sequential"), expert_tp=2)
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    assert_comes_back("qwen2 moe, every other layer dense", [WHOLE], 4, 2, ("local", "sequential"), 2)
 
 
 def test_reads_one_parameter_at_a_time():
-    case = CONFIGS["qwen2"]
-    weights, config = checkpoint(make_model(case)), megatron_config(case)
+    weights, config = made("qwen2")
     read: list[str] = []
 
     def recorded(name: str) -> Tensor:
@@ -158,8 +171,7 @@ def test_a_shard_of_the_gated_layer_has_its_gate_above_its_up_projection():
 
 def test_legacy_grouped_experts_multiply_from_the_left():
     """As in Megatron's ``GroupedMLP.forward``: ``x @ weight1.view(experts, hidden, -1)[i]``."""
-    case = CONFIGS["qwen3 moe"]
-    weights, config = checkpoint(make_model(case)), megatron_config(case)
+    weights, config = made("qwen3 moe")
     layout = with_tensor_rank(WHOLE, 1, 2)
     prefix = "decoder.layers.0.mlp.experts."
     first, second = (shard(prefix + name, weights.__getitem__, config, layout) for name in ("weight1", "weight2"))
@@ -175,8 +187,7 @@ def test_legacy_grouped_experts_multiply_from_the_left():
 
 
 def test_padding_is_zero_and_is_cut_off_again():
-    case = CONFIGS["qwen2, tied"]
-    weights, config = checkpoint(make_model(case)), megatron_config(case)
+    weights, config = made("qwen2, tied")
     name = "embedding.word_embeddings.weight"
     ranks = [with_tensor_rank(WHOLE, rank, 4) for rank in range(4)]
     shards = [shard(name, weights.__getitem__, config, layout) for layout in ranks]
@@ -187,11 +198,9 @@ def test_padding_is_zero_and_is_cut_off_again():
 
 
 def test_number_formats_stay_and_a_missing_shard_is_an_error():
-    case = CONFIGS["qwen3 moe"]
-    weights = {name: weight.bfloat16() for name, weight in checkpoint(make_model(case)).items()}
-    shards = load_shards(
-        weights.__getitem__, parameter_names(megatron_config(case), WHOLE, "local"), megatron_config(case), WHOLE
-    )
+    weights, config = made("qwen3 moe")
+    names = parameter_names(config, WHOLE, "local")
+    shards = load_shards(lambda name: weights[name].bfloat16(), names, config, WHOLE)
     assert {part.dtype for _, part in shards} == {torch.bfloat16}
     config = megatron_config(CONFIGS["qwen2"])
     layout = with_tensor_rank(WHOLE, 0, 2)
@@ -282,9 +291,8 @@ def test_all_problems_come_at_once():
 
 
 def test_a_family_that_megatron_does_not_compute_says_what_it_lacks():
-    with pytest.raises(
-        ValueError, match=r"gemma2.*soft cap of Megatron-Core's attention is fixed at 0.*another trainer"
-    ):
+    lacks = r"gemma2.*soft cap of Megatron-Core's attention is fixed at 0.*another trainer"
+    with pytest.raises(ValueError, match=lacks):
         megatron_config(Gemma2Config())
 
 
@@ -316,3 +324,144 @@ def test_nothing_of_this_imports_megatron():
     modules = ", ".join(f"roll.models.megatron.{name}" for name in ("config", "families", "names"))
     code = f"import sys, {modules}; sys.exit('megatron' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- the map of names, under both sets of Megatron's modules
+
+MODULE_SETS: list[tuple[ModuleSet, ExpertModules]] = [
+    ("local", "sequential"),
+    ("local", "legacy_grouped"),
+    ("te", "sequential"),
+    ("te", "grouped"),
+    ("te", "legacy_grouped"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "modules", "experts"),
+    [(case, *each) for case in CONFIGS for each in MODULE_SETS if case in PLAIN or each == MODULE_SETS[0]],
+)
+def test_each_weight_of_a_checkpoint_is_covered_once(case, modules, experts):
+    weights, config = made(case)
+    names = list(parameter_names(config, WHOLE, modules, experts))
+    assert len(set(names)) == len(names)
+    found = Counter(hf for name in names for group in source(name, config, WHOLE).hf for hf in group)
+    assert found == Counter(weights.keys())
+
+
+@pytest.mark.parametrize("case", [case for case in CONFIGS if case != "phi3"])  # its layers are fused
+def test_adapters_go_on_all_linear_layers_but_gates(case):
+    modules = make_model(CONFIGS[case]).named_modules()
+    linear = {name for name, module in modules if isinstance(module, nn.Linear) and name != "lm_head"}
+    assert set(adaptable_layers(megatron_config(CONFIGS[case]))) == {n for n in linear if "shared_expert_gate" not in n}
+
+
+def test_an_adapter_is_cut_where_its_layer_is():
+    config = megatron_config(CONFIGS["qwen3"])
+    forms = {
+        "self_attention.linear_qkv.lora.k_proj.lora_A": ("replicated", "self_attn.k_proj.lora_A"),
+        "self_attention.linear_qkv.lora.k_proj.lora_B": ("rows", "self_attn.k_proj.lora_B"),
+        "mlp.linear_fc1.lora.up_proj.lora_B": ("rows", "mlp.up_proj.lora_B"),
+        "mlp.linear_fc2.lora.down_proj.lora_A": ("columns", "mlp.down_proj.lora_A"),
+        "mlp.linear_fc2.lora.down_proj.lora_B": ("replicated", "mlp.down_proj.lora_B"),
+    }
+    for name, (form, hf) in forms.items():
+        found = source(f"decoder.layers.1.{name}.weight", config, WHOLE)
+        assert (found.form, found.hf) == (form, ((f"base_model.model.model.layers.1.{hf}.weight",),))
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_each_local_name_has_one_transformer_engine_name_for_the_same_weights(case):
+    config = megatron_config(CONFIGS[case])
+    local, te = (list(parameter_names(config, WHOLE, modules)) for modules in ("local", "te"))  # type: ignore[arg-type]
+    renamed = {mine: theirs for mine, theirs in zip(local, te, strict=True) if mine != theirs}
+    assert [source(name, config, WHOLE) for name in local] == [source(name, config, WHOLE) for name in te]
+    for layer, has_experts in enumerate(config.moe_layers):
+        prefix = f"decoder.layers.{layer}."
+        fused = {f"{prefix}input_layernorm.weight": f"{prefix}self_attention.linear_qkv.layer_norm_weight"}
+        if not has_experts:
+            fused[f"{prefix}pre_mlp_layernorm.weight"] = f"{prefix}mlp.linear_fc1.layer_norm_weight"
+        assert {name: renamed.pop(name) for name in fused} == fused
+    assert not renamed
+
+
+def test_transformer_engine_names_of_a_dense_layer_and_of_grouped_experts():
+    names = list(parameter_names(megatron_config(CONFIGS["qwen3"]), ParallelLayout(layers=(2,)), "te"))
+    assert names == [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.self_attention.q_layernorm.weight",
+        "decoder.layers.0.self_attention.k_layernorm.weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    ]
+    config = megatron_config(CONFIGS["qwen3 moe"])
+    stage = ParallelLayout(layers=(1,), first_stage=False, last_stage=False, ep_rank=1, ep_size=2)
+    names = [name for name in parameter_names(config, stage, "te", "grouped") if ".mlp." in name]
+    assert names == [
+        "decoder.layers.0.mlp.router.weight",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight0",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight1",
+        "decoder.layers.0.mlp.experts.linear_fc2.weight0",
+        "decoder.layers.0.mlp.experts.linear_fc2.weight1",
+    ]
+    gate_and_up = (f"model.layers.1.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up"))
+    assert source(names[2], config, stage).hf == (tuple(gate_and_up),)
+
+
+def test_transformer_engine_names_are_those_that_megatron_saves_its_own_modules_under():
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    saved_under = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    for entry in (*ATTENTION, *QKV_BIAS, *QK_NORM, *DENSE_MLP, *LINEAR_BIASES):
+        prefix = next((prefix for prefix in saved_under if entry.local.startswith(prefix)), "")
+        assert name_in(entry, "te") == saved_under.get(prefix, "") + entry.local.removeprefix(prefix)
+
+
+def test_a_tied_output_layer_exists_only_away_from_the_embedding():
+    config = megatron_config(CONFIGS["qwen2, tied"])
+    assert "output_layer.weight" not in parameter_names(config, WHOLE, "local")
+    last = ParallelLayout(layers=(2,), first_stage=False)
+    assert "output_layer.weight" in parameter_names(config, last, "local")
+    assert source("output_layer.weight", config, last).hf == (("model.embed_tokens.weight",),)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.0.self_attention.linear_q_proj.weight",
+        "decoder.layers.0.embedding.word_embeddings.weight",
+        "self_attention.linear_qkv.weight",
+        "mtp.layers.0.eh_proj.weight",
+    ],
+)
+def test_an_unknown_parameter_is_an_error(name):
+    with pytest.raises(ValueError, match=f"Megatron parameter '{name}': not one of those that Qwen3ForCausalLM has"):
+        source(name, megatron_config(CONFIGS["qwen3"]), WHOLE)
+
+
+def test_a_layer_or_expert_that_the_rank_does_not_hold_is_an_error():
+    config = megatron_config(CONFIGS["qwen3 moe"])
+    stage = ParallelLayout(layers=(1, 2), ep_size=2)
+    with pytest.raises(ValueError, match="layer 2, but the rank holds 2"):
+        source("decoder.layers.2.input_layernorm.weight", config, stage)
+    with pytest.raises(ValueError, match="expert 3, but the rank holds 2"):
+        source("decoder.layers.0.mlp.experts.linear_fc1.weight3", config, stage)
+
+
+def test_parts_that_stand_or_fall_together():
+    fused = tuple(f"model.layers.3.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    config, mixtral = megatron_config(CONFIGS["qwen3 moe"]), megatron_config(CONFIGS["mixtral"])
+    assert module_parts("model.layers.3.mlp.experts.7.up_proj.weight", config) == fused
+    assert module_parts("model.norm.weight", config) == ("model.norm.weight",)
+    assert module_parts("model.layers.3.block_sparse_moe.experts.7.w3.weight", mixtral) == fused
+    assert module_parts("model.layers.3.block_sparse_moe.gate.weight", mixtral) == ("model.layers.3.mlp.gate.weight",)
+    held = ["q", "k", "v"]
+    assert torn(held, ["q", "k", "v", "o"]) == torn(held, ["o"]) == ""
+    assert torn(held, ["k", "o"]).startswith("q, v with the rest")

@@ -1,9 +1,9 @@
 """Megatron-Core's own model, filled by the converter, computes what Transformers does, and gives the weights back."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +19,8 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 WHOLE = ParallelLayout(layers=(0, 1, 2))
 
 
-class StartGroups(Protocol):
-    def __call__(
-        self, rank: int = 0, world: int = 1, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None
-    ) -> None: ...
-
-
 @pytest.fixture
-def start_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartGroups]:
+def start_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Starts Megatron's groups as one rank of a world whose other ranks are not there; nothing may communicate."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
@@ -136,9 +130,8 @@ def test_same_logits_and_the_same_weights_back(case, start_groups):
     expected_BTV = reference(tokens_BT).logits.detach()
     assert expected_BTV.std() > 0.3
     torch.testing.assert_close(logits(model, tokens_BT), expected_BTV, atol=1e-5, rtol=0)
-    back = {
-        hf: whole for name, part in model.named_parameters() for hf, whole in join(name, [part.data], config, WHOLE)
-    }
+    joined = (join(name, [part.data], config, WHOLE) for name, part in model.named_parameters())
+    back = {hf: whole for parameter in joined for hf, whole in parameter}
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 

@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roll.algorithms.types import LossContext, LossOutput, TokenScores
-from roll.data.batch import Batch
-from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.fsdp2.weights import Weights
 from roll.distributed.strategy.training.optim import MASTER
 from tests.support.families import tiny_config, tiny_model
-from tests.support.trainers import make_batch, make_context
+from tests.support.trainers import make_batch, make_trainer, policy_loss
 
 
 class Products(TorchDispatchMode):
@@ -29,17 +26,11 @@ class Products(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    assert scores.logprobs_T is not None
-    return LossOutput(-scores.logprobs_T.sum() / context.num_tokens, {})
-
-
 def test_experts_of_a_lone_rank_compute_in_bf16(tmp_path):
     tiny_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
-    trainer = Fsdp2Train(make_context(tmp_path, "fsdp2_train", {"param_dtype": "bf16"}))
-    trainer.setup()
+    trainer = make_trainer(tmp_path, "fsdp2_train", {"param_dtype": "bf16"})
     with Products() as products:
-        trainer.train_step(make_batch(), loss)
+        trainer.train_step(make_batch(), policy_loss)
     assert products.formats["_grouped_mm"] == {torch.bfloat16}
     assert {parameter.grad.dtype for parameter in trainer.weights.trained.values()} == {torch.float32}
 

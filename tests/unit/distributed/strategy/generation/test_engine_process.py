@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from roll.distributed.strategy.generation import engine_process
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess, EngineStoppedError
+from tests.support.processes import gone
 
 SERVER = Path(engine_process.__file__).parent
 """Both sides import the standard library alone; an engine may do without the package's other imports."""
@@ -68,19 +68,6 @@ def engine(tmp_path: Path) -> Iterator[EngineProcess]:
     process.close()
 
 
-def gone(pid: int) -> bool:
-    """Dead, or a zombie that its new parent has yet to collect."""
-    status = Path(f"/proc/{pid}/stat")
-    for _ in range(200):
-        try:
-            if status.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_calls_run_side_by_side_and_bring_their_results(engine):
     waiting = engine.submit("wait")
     assert engine.submit("add", 2, 3).result(20) == {"sum": 5}
@@ -97,20 +84,16 @@ def test_an_error_belongs_to_its_call(engine):
     assert engine.submit("add", 1, 1).result(20) == {"sum": 2}
 
 
-def test_the_last_words_of_an_engine_reach_all_who_wait(engine):
+@pytest.mark.parametrize(
+    ("death", "words"), [("die", "the engine died: out of memory"), ("die_while_answering", "exit code 3")]
+)
+def test_the_last_words_of_an_engine_reach_all_who_wait(engine, death, words):
     waiting = engine.submit("wait")
-    engine.submit("die")
-    with pytest.raises(EngineStoppedError, match="the engine died: out of memory"):
+    engine.submit(death)
+    with pytest.raises(EngineStoppedError, match=words):
         waiting.result(20)
-    with pytest.raises(EngineStoppedError, match="out of memory"):
+    with pytest.raises(EngineStoppedError, match=words):
         engine.submit("add", 1, 1)
-
-
-def test_an_engine_that_dies_within_an_answer_fails_all_who_wait(engine):
-    waiting = engine.submit("wait")
-    engine.submit("die_while_answering")
-    with pytest.raises(EngineStoppedError, match="exit code 3"):
-        waiting.result(20)
 
 
 def test_an_engine_ends_when_its_caller_dies_within_a_call(engine):

@@ -1,9 +1,9 @@
 """What of a generator is on its device, as it is told to leave and to come back."""
 
-import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, AsyncMock, call
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import Generator, ResidentStates
 from roll.distributed.strategy.vllm.strategy import VllmStrategy
-from roll.distributed.weights.buckets import pack_buckets
+from tests.support.contract import buckets_of
 
 BOTH = States.WEIGHTS | States.CACHE
 
@@ -53,22 +53,14 @@ def bare(**attributes: Any) -> Any:
     return engine(StrategyContext(WorkerConfig(), "actor_infer", "model"))
 
 
-async def update(engine: Any) -> None:
-    async def buckets() -> Any:
-        for bucket in pack_buckets([("w", torch.zeros(2))], 100):
-            yield bucket
-
-    await engine.update_weights(buckets(), 1)
-
-
-def test_dropped_weights_are_never_used():
+async def test_dropped_weights_are_never_used():
     engine = bare(drops_weights=True)
     engine.offload(States.CACHE)
     engine.onload(States.CACHE)  # the weights were there
     for _ in range(2):
         engine.offload(States.ALL)
         engine.onload(States.WEIGHTS)  # their memory, for an update
-        asyncio.run(update(engine))
+        await engine.update_weights(buckets_of({"w": torch.zeros(2)}), 1)
         engine.onload(States.CACHE)
     engine.offload(States.ALL)
     with pytest.raises(RuntimeError, match="actor_infer: its weights were dropped; expected an update"):
@@ -81,22 +73,12 @@ def test_dropped_weights_are_never_used():
 @pytest.mark.parametrize(
     ("drops", "leaving", "expected"),
     [
-        (True, BOTH, [("sleep", 2)]),
-        (False, BOTH, [("sleep", 1)]),
-        (True, States.CACHE, [("sleep", 1), ("wake_up", ["weights"])]),
+        (True, BOTH, [call.sleep(level=2, mode=ANY)]),
+        (False, BOTH, [call.sleep(level=1, mode=ANY)]),
+        (True, States.CACHE, [call.sleep(level=1, mode=ANY), call.wake_up(["weights"])]),
     ],
 )
-def test_vllm_sleeps_at_level_2_where_an_update_follows(drops, leaving, expected):
-    calls: list[Any] = []
-
-    async def sleep(*, level: int, mode: str) -> None:
-        calls.append(("sleep", level))
-
-    async def wake_up(tags: list[str]) -> None:
-        calls.append(("wake_up", tags))
-
-    engine: Any = SimpleNamespace(
-        _on_cpu=False, drops_weights=drops, _engine=SimpleNamespace(sleep=sleep, wake_up=wake_up)
-    )
-    asyncio.run(VllmStrategy._sleep(engine, leaving))
-    assert calls == expected
+async def test_vllm_sleeps_at_level_2_where_an_update_follows(drops, leaving, expected):
+    engine: Any = SimpleNamespace(_on_cpu=False, drops_weights=drops, _engine=AsyncMock())
+    await VllmStrategy._sleep(engine, leaving)
+    assert engine._engine.mock_calls == expected

@@ -1,20 +1,18 @@
 """Where generation stops: what a turn of each model family ends with, with calls and without."""
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.generation.model_outline import ModelOutline, stop_token_ids
-from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from tests.support.chat_families import ADD_CALL, ADD_RESULT, ADD_TOOL, FAMILIES, MARKS, family_tokenizer
-from tests.support.contract import context_of
+from tests.support.contract import burst, context_of, requests_of, started
+from tests.support.families import tiny_config
 
 # Besides the mark of a turn and the tokenizer's end, a token with which a call ends or the next turn begins.
 MORE = {"glm4_5": {"<|observation|>"}, "gpt_oss": {"<|call|>"}}  # <|end|> stands between a thought and an answer
@@ -60,10 +58,8 @@ def random_model(path: Path, family: str, *, states: bool) -> None:
     """A model whose generation configuration may state the family's ends."""
     tokenizer = family_tokenizer(family)
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, **shape, **heads)
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    config = tiny_config("qwen2", vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     if states:
         ends = tokenizer.convert_tokens_to_ids(FAMILIES[family].ends.split())
@@ -71,26 +67,15 @@ def random_model(path: Path, family: str, *, states: bool) -> None:
 
 
 @pytest.mark.parametrize(("family", "states"), [("glm4_5", False), ("gpt_oss", False), ("llama3_1", True)])
-def test_an_engine_stops_there_without_being_told(family, states, tmp_path):
+async def test_an_engine_stops_there_without_being_told(family, states, tmp_path):
     random_model(tmp_path, family, states=states)
     tokenizer = family_tokenizer(family)
     ends = STOPS[family] | (set(FAMILIES[family].ends.split()) if states else set())
     stops = set(tokenizer.convert_tokens_to_ids(sorted(ends)))
-    engine = HfInfer(context_of("hf_infer", str(tmp_path), sequence_length=256))
-    engine.setup()
-    try:
-
-        async def sample() -> list[Any]:
-            requests = [
-                GenerateRequest(str(n), np.array([n]), SamplingParams(max_new_tokens=200, seed=n)) for n in range(24)
-            ]
-            endless = SamplingParams(max_new_tokens=200, seed=0, ignore_eos=True)
-            requests.append(GenerateRequest("endless", np.array([0]), endless))
-            return await asyncio.gather(*map(engine.generate, requests))
-
-        *completions, on_and_on = asyncio.run(sample())
-    finally:
-        engine.shutdown()
+    requests = requests_of([np.array([n]) for n in range(24)], first_seed=0, max_new_tokens=200)
+    endless = SamplingParams(max_new_tokens=200, seed=0, ignore_eos=True)
+    with started("hf_infer", tmp_path, sequence_length=256) as engine:
+        *completions, on_and_on = await burst(engine, [*requests, GenerateRequest("endless", np.array([0]), endless)])
     ended_by = set()
     for completion in completions:
         ids = completion.token_ids.tolist()

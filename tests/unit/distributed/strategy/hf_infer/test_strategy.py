@@ -1,29 +1,20 @@
 """hf_infer beyond the contract of all generators (``tests/generators``), against transformers' own ``generate``."""
 
 import asyncio
-import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
-from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
+from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.kept_sets import kept_sizes
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -40,23 +31,24 @@ from tests.support.contract import (
     forward_logprobs,
     greedy_oracle,
     load,
+    one_thread,
     pause,
     prompts,
-    random_model,
     requests_of,
     resume,
     staggered,
+    started,
     weights_of,
 )
 from tests.support.families import tiny_config, tiny_model
+from tests.support.trainers import make_trainer
 
-FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {}),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True, "intermediate_size": 96},
+    "llama": {"tie_word_embeddings": False},
+    "qwen3": {"head_dim": 32},
+    "gpt_neox": {},
 }
-SEQUENCE_LENGTH = 256
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-3}
 """A state begins near zero, and a normalisation would show its rounding in place of its value."""
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -77,13 +69,15 @@ in all layers and in some."""
 
 
 def make_model(family: str, seed: int, **config: Any) -> PreTrainedModel:
-    if family not in FAMILIES:
-        ids = {"eos_token_id": make_tokenizer().eos_token_id, "pad_token_id": 0, "bos_token_id": None}
-        sizes = {"vocab_size": len(make_tokenizer()), "num_hidden_layers": 2}
-        return tiny_model(tiny_config(family, **sizes | ids | HYBRIDS[family] | config), seed)
-    config_class, model_class, extra = FAMILIES[family]
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return random_model(config_class, model_class, seed, **{"max_position_embeddings": 512, **heads, **extra, **config})
+    ids = {"eos_token_id": make_tokenizer().eos_token_id, "pad_token_id": 0, "bos_token_id": None}
+    sizes = {"vocab_size": len(make_tokenizer()), "num_hidden_layers": 2}
+    return tiny_model(tiny_config(family, **sizes | ids | (FAMILIES | HYBRIDS)[family] | config), seed)
+
+
+def save_model(folder: Path, model: PreTrainedModel) -> str:
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -92,60 +86,34 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     root = tmp_path_factory.mktemp("models")
 
     def path(family: str = "qwen2", seed: int = 0) -> str:
-        folder: Path = root / f"{family}-{seed}"
-        if not folder.exists():
-            make_model(family, seed).save_pretrained(folder)
-            make_tokenizer().save_pretrained(folder)
-        return str(folder)
+        folder = root / f"{family}-{seed}"
+        return str(folder) if folder.exists() else save_model(folder, make_model(family, seed))
 
     return path
 
 
-@contextlib.contextmanager
-def engine_of(
-    path: str, *, config: dict[str, Any] | None = None, attention: str = "auto", **context: Any
-) -> Iterator[HfInfer]:
-    worker = WorkerConfig(
-        model_args=ModelArguments(attn_implementation=attention),
-        strategy_args=StrategyArguments(strategy_name="hf_infer", strategy_config=config or {}),
-        infer_batch_size=4,
-    )
-    context.setdefault("sequence_length", SEQUENCE_LENGTH)
-    engine = HfInfer(StrategyContext(worker, "actor_infer", path, **context))
-    engine.setup()
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+engine_of = partial(started, "hf_infer", sequence_length=256)
 
 
-@pytest.fixture(scope="module")
-def shared_engine(model_path: Callable[..., str]) -> Iterator[HfInfer]:
-    """One engine for the tests that leave no trace in it."""
-    with engine_of(model_path()) as engine:
-        yield engine
+def buckets_of(path: str) -> AsyncIterator[WeightBucket]:
+    return contract.buckets_of(weights_of(load(path)))
 
 
-def buckets_of(path_or_model: str | PreTrainedModel, **changes: Any) -> AsyncIterator[WeightBucket]:
-    model = load(path_or_model) if isinstance(path_or_model, str) else path_or_model
-    weights = {**weights_of(model), **changes}
-    return contract.buckets_of({name: tensor for name, tensor in weights.items() if tensor is not None})
+def assert_said(
+    model: PreTrainedModel,
+    requests: Sequence[GenerateRequest],
+    completions: Sequence[Completion],
+    temperature: float = 1.0,
+) -> None:
+    """Completions say of their tokens what the model says at that temperature."""
+    for request, completion in zip(requests, completions, strict=True):
+        expected = forward_logprobs(model, request.prompt_ids, completion.token_ids, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-async def wait_for(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
+def assert_greedy(model: PreTrainedModel, requests: Sequence[GenerateRequest], completions: Sequence[Completion]):
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, request.params.max_new_tokens)
 
 
 async def held_at(engine: HfInfer, num_tokens: int) -> None:
@@ -198,10 +166,8 @@ def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(family, count, low, 
 def test_padding_of_a_prompt_needs_no_room(tmp_path):
     """520 tokens are computed as 640, of which a cache of 576 positions keeps what it needs."""
     model = make_model("qwen2", 0, max_position_embeddings=1024)
-    model.save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
     (prompt,) = prompts(1, low=520, high=520)
-    with engine_of(str(tmp_path), sequence_length=560) as engine:
+    with engine_of(save_model(tmp_path, model), sequence_length=560) as engine:
         (completion,) = asyncio.run(burst(engine, requests_of([prompt], temperature=0, max_new_tokens=4)))
     assert completion.token_ids.tolist() == greedy_oracle(model, prompt, 4)
 
@@ -219,17 +185,13 @@ def test_staggered_greedy_requests_equal_transformers_generate(family, model_pat
         completions = asyncio.run(staggered(engine, requests))
         assert engine.stats()["finished"] == 40
         assert engine.stats()["running"] == engine.stats()["waiting"] == 0
-    model = load(path)
-    for request, completion in zip(requests, completions, strict=True):
-        expected = greedy_oracle(model, request.prompt_ids, request.params.max_new_tokens)
-        assert completion.token_ids.tolist() == expected
-        assert completion.request_id == request.request_id
-        logprobs = forward_logprobs(model, request.prompt_ids, completion.token_ids, 1.0)
-        np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
+    assert [completion.request_id for completion in completions] == [request.request_id for request in requests]
+    assert_greedy(load(path), requests, completions)
+    assert_said(load(path), requests, completions)
 
 
 @pytest.mark.parametrize("family", one_in(2, HYBRIDS))
-def test_states_and_windows_are_those_of_a_whole_forward(family, model_path):
+async def test_states_and_windows_are_those_of_a_whole_forward(family, model_path):
     """More requests than slots, equal prompts, prompts of one token, one that is aborted and goes on as another."""
     lengths = [1, 2, 5, 17, 17, 70, 3, 1]
     texts = [prompt for n, length in enumerate(lengths) for prompt in prompts(1, seed=n, low=length, high=length)]
@@ -238,18 +200,14 @@ def test_states_and_windows_are_those_of_a_whole_forward(family, model_path):
         for n, prompt in enumerate([*texts, texts[5]])
     ]
     long = GenerateRequest("long", texts[3], SamplingParams(temperature=0, max_new_tokens=99, ignore_eos=True))
-
-    async def run(engine: HfInfer) -> list[Completion]:
+    with engine_of(model_path(family), max_running_requests=4, config={"max_prefill_tokens": 60}) as engine:
         task = asyncio.create_task(engine.generate(long))
         await held_at(engine, 9)
         await engine.abort("long")
         engine._release("test")
         rest = replace(long, prompt_ids=np.concatenate([long.prompt_ids, (await task).token_ids]))
         requests.append(replace(rest, params=replace(rest.params, max_new_tokens=9)))
-        return await staggered(engine, requests)
-
-    with engine_of(model_path(family), max_running_requests=4, config={"max_prefill_tokens": 60}) as engine:
-        completions = asyncio.run(run(engine))
+        completions = await staggered(engine, requests)
     model = load(model_path(family))
     for request, completion in zip(requests, completions, strict=True):
         ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]))
@@ -269,17 +227,18 @@ def test_sampled_logprobs_are_those_of_the_full_tempered_distribution(attention,
         GenerateRequest(str(i), p, SamplingParams(max_new_tokens=9, temperature=0.7, seed=i, **rng.choice(choices)))
         for i, p in enumerate(prompts(20))
     ]
-    with engine_of(model_path(), attention=attention) as engine:
-        completions = asyncio.run(burst(engine, requests))
-    model = load(model_path())
-    for request, completion in zip(requests, completions, strict=True):
-        expected = forward_logprobs(model, request.prompt_ids, completion.token_ids, 0.7)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+    engine = make_trainer(
+        Path(model_path()), "hf_infer", model_args={"attn_implementation": attention}, sequence_length=256
+    )
+    try:
+        assert_said(load(model_path()), requests, asyncio.run(burst(engine, requests)), temperature=0.7)
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize("kept", [{}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "max_kept": 16}])
 def test_scores_of_a_batch_agree_with_the_sampled_logprobs(kept, model_path):
-    requests = requests_of(prompts(10), max_new_tokens=8, temperature=0.8, seed=5, **kept)
+    requests = requests_of(prompts(18), max_new_tokens=8, temperature=0.8, seed=5, **kept)  # more than 16 at a time
     with engine_of(model_path(), temperature=0.8) as engine:
         completions = asyncio.run(burst(engine, requests))
         lengths = [len(r.prompt_ids) + len(c.token_ids) for r, c in zip(requests, completions, strict=True)]
@@ -314,47 +273,41 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_run_seed(model_path)
     assert run(2) != first
 
 
-def test_samples_of_one_prompt_share_its_prefill(model_path):
+async def test_samples_of_one_prompt_share_its_prefill(model_path):
     prompt = prompts(1, low=40)[0]
-    requests = [GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=6, seed=i)) for i in range(5)]
-
-    async def run(engine: HfInfer) -> list[Completion]:
+    requests = requests_of([prompt] * 5, max_new_tokens=6, first_seed=0)
+    with engine_of(model_path()) as engine:
         await pause(engine)  # so that they are admitted in one step
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0)
         await resume(engine)
-        return await asyncio.gather(*tasks)
-
-    with engine_of(model_path()) as engine:
-        samples = asyncio.run(run(engine))
+        samples = await asyncio.gather(*tasks)
         stats = engine.stats()
         assert stats["prefill_tokens"] == len(prompt) - 1
         assert stats["shared_tokens"] == 4 * (len(prompt) - 1)
-        single = asyncio.run(engine.generate(requests[0]))
+        single = await engine.generate(requests[0])
     assert samples[0].token_ids.tolist() == single.token_ids.tolist()
     assert len({tuple(s.token_ids.tolist()) for s in samples}) > 1
-    model = load(model_path())
-    for sample in samples:
-        np.testing.assert_allclose(sample.logprobs, forward_logprobs(model, prompt, sample.token_ids, 1.0), atol=1e-5)
+    assert_said(load(model_path()), requests, samples)
 
 
-def test_a_completion_ends_with_the_token_that_completed_a_stop_string(shared_engine, model_path):
+async def test_a_completion_ends_with_the_token_that_completed_a_stop_string(model_path):
     tokenizer = make_tokenizer()
-    for index, request in enumerate(requests_of(prompts(12), temperature=0, max_new_tokens=20)):
-        full = asyncio.run(shared_engine.generate(request)).token_ids.tolist()
-        text = tokenizer.decode(full)
-        start = random.Random(index).randrange(len(text))
-        stop = text[start : start + 3]
-        params = SamplingParams(temperature=0, max_new_tokens=20, stop=("no such text", stop))
-        completion = asyncio.run(shared_engine.generate(GenerateRequest("stop", request.prompt_ids, params)))
-        expected = next(n for n in range(1, len(full) + 1) if stop in tokenizer.decode(full[:n]))
-        assert completion.token_ids.tolist() == full[:expected], repr(stop)
-        assert completion.finish_reason is FinishReason.STOP
+    with engine_of(model_path()) as engine:
+        for index, request in enumerate(requests_of(prompts(12), temperature=0, max_new_tokens=20)):
+            full = (await engine.generate(request)).token_ids.tolist()
+            text = tokenizer.decode(full)
+            start = random.Random(index).randrange(len(text))
+            stop = text[start : start + 3]
+            params = SamplingParams(temperature=0, max_new_tokens=20, stop=("no such text", stop))
+            completion = await engine.generate(GenerateRequest("stop", request.prompt_ids, params))
+            expected = next(n for n in range(1, len(full) + 1) if stop in tokenizer.decode(full[:n]))
+            assert completion.token_ids.tolist() == full[:expected], repr(stop)
+            assert completion.finish_reason is FinishReason.STOP
 
 
 async def test_offload_keeps_requests_which_go_on_after_onload(model_path):
     requests = requests_of(prompts(5), temperature=0, max_new_tokens=60)
-
     with one_thread(), engine_of(model_path()) as engine:
         undisturbed = await burst(engine, requests)
         task = asyncio.create_task(burst(engine, requests))
@@ -369,10 +322,10 @@ async def test_offload_keeps_requests_which_go_on_after_onload(model_path):
         await asyncio.sleep(0.03)
         assert engine.stats()["steps"] == steps
         engine.onload(States.ALL)
-        model = load(model_path())
-        for request, completion, before in zip(requests, await task, undisturbed, strict=True):
-            assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 60)
-            assert not on_cpu or completion.logprobs.tobytes() == before.logprobs.tobytes()
+        completions = await task
+    assert_greedy(load(model_path()), requests, completions)
+    for completion, before in zip(completions, undisturbed, strict=True):
+        assert not on_cpu or completion.logprobs.tobytes() == before.logprobs.tobytes()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
@@ -385,39 +338,34 @@ async def test_offload_keeps_requests_which_go_on_after_onload(model_path):
         pytest.param("falcon_h1", False, marks=pytest.mark.slow),
     ],
 )
-def test_recorded_requests_are_sampled_again_bit_for_bit(family, recompute_kv, model_path):
+async def test_recorded_requests_are_sampled_again_bit_for_bit(family, recompute_kv, model_path):
     """In another order, in fewer slots, with updates at other times."""
     requests = [
         GenerateRequest(f"{n}", prompt, SamplingParams(seed=n, max_new_tokens=8 + 5 * n, repetition_penalty=1 + n % 2))
         for n, prompt in enumerate(prompts(8))
     ]
-
-    async def record(engine: HfInfer) -> list[Completion]:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    with engine_of(model_path(family), max_running_requests=5) as engine:
+        task = asyncio.create_task(burst(engine, requests))
         for version, num_tokens in ((1, 40), (2, 90)):
             await held_at(engine, num_tokens)
             await engine.update_weights(buckets_of(model_path(family, version)), version, recompute_kv=recompute_kv)
             engine._release("test")
-        return await asyncio.gather(*tasks)
-
-    async def replay(engine: HfInfer, first: list[Completion]) -> list[Completion]:
-        again = [replace(request, recorded=one.runs) for request, one in zip(requests, first, strict=True)]
-        tasks = [asyncio.create_task(engine.generate(request)) for request in reversed(again)]
+        first = await task
+    assert {len(one.runs) for one in first} >= {2, 3} and {one.versions[0] for one in first} > {0}
+    again = [replace(request, recorded=one.runs) for request, one in zip(requests, first, strict=True)]
+    with engine_of(model_path(family), max_running_requests=2) as engine:
+        task = asyncio.create_task(burst(engine, reversed(again)))
         for version in (1, 2):
             expected = sum(int((one.versions == version - 1).sum()) for one in first)
-            await wait_for(lambda: engine.num_recorded(version - 1) >= expected)  # noqa: B023
+            async with asyncio.timeout(20):
+                while engine.num_recorded(version - 1) < expected:
+                    await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
             assert engine.num_recorded(version - 1) == expected, "the others wait"
             await engine.update_weights(buckets_of(model_path(family, version)), version, recompute_kv=recompute_kv)
-        return [*reversed(await asyncio.gather(*tasks))]
-
-    with engine_of(model_path(family), max_running_requests=5) as engine:
-        first = asyncio.run(record(engine))
-    assert {len(one.runs) for one in first} >= {2, 3} and {one.versions[0] for one in first} > {0}
-    with engine_of(model_path(family), max_running_requests=2) as engine:
-        second = asyncio.run(replay(engine, first))
-        late = replace(requests[0], recorded=first[0].runs)
-        assert {version for version, _ in asyncio.run(engine.generate(late)).runs} == {2}, "it does not wait for ever"
+        second = [*reversed(await task)]
+        late = await engine.generate(again[0])
+        assert {version for version, _ in late.runs} == {2}, "it does not wait for ever"
     for one, other in zip(first, second, strict=True):
         assert one.runs == other.runs
         assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -426,18 +374,14 @@ def test_recorded_requests_are_sampled_again_bit_for_bit(family, recompute_kv, m
 
 @pytest.mark.parametrize("family", ["qwen2", "falcon_h1", pytest.param("lfm2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(family, recompute, model_path):
+async def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(family, recompute, model_path):
     requests = requests_of(prompts(4), temperature=1.0, max_new_tokens=40)
-
-    async def run(engine: HfInfer) -> list[Completion]:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    with engine_of(model_path(family), recompute_kv=recompute) as engine:
+        task = asyncio.create_task(burst(engine, requests))
         await held_at(engine, 40)
         await engine.update_weights(buckets_of(model_path(family, 1)), 1)
         engine._release("test")
-        return await asyncio.gather(*tasks)
-
-    with engine_of(model_path(family), recompute_kv=recompute) as engine:
-        completions = asyncio.run(run(engine))
+        completions = await task
     differences = []
     for request, completion in zip(requests, completions, strict=True):
         (first, switch), (second, _) = completion.runs
@@ -448,34 +392,29 @@ def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(f
     assert bool(max(differences) < 1e-5) is recompute
 
 
-def test_drained_requests_end_before_an_update_and_new_ones_wait_for_it(model_path):
+async def test_drained_requests_end_before_an_update_and_new_ones_wait_for_it(model_path):
     first, second = (requests_of(prompts(4, seed=seed), temperature=1.0, max_new_tokens=40) for seed in (1, 2))
     second = [replace(request, request_id=f"later {n}") for n, request in enumerate(second)]
-
-    async def run(engine: HfInfer) -> tuple[list[Completion], list[Completion]]:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in first]
+    with engine_of(model_path()) as engine:
+        running = asyncio.create_task(burst(engine, first))
         await held_at(engine, 40)
         draining = asyncio.create_task(engine.drain())
         await asyncio.sleep(0.05)
         later = [asyncio.create_task(engine.generate(request)) for request in second]
         engine._release("test")
         await draining
-        done = await asyncio.gather(*tasks)
+        done = await running
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in later)
         await engine.update_weights(buckets_of(model_path(seed=1)), 1)
-        return done, await asyncio.gather(*later)
-
-    with engine_of(model_path()) as engine:
-        done, later = asyncio.run(run(engine))
+        new = await asyncio.gather(*later)
     assert {version for one in done for version, _ in one.runs} == {0}
-    assert {version for one in later for version, _ in one.runs} == {1}
+    assert {version for one in new for version, _ in one.runs} == {1}
 
 
-def test_a_request_that_waits_for_an_update_ends_when_it_is_aborted(model_path):
+async def test_a_request_that_waits_for_an_update_ends_when_it_is_aborted(model_path):
     first, second = requests_of(prompts(2), temperature=1.0, max_new_tokens=10)
-
-    async def run(engine: HfInfer) -> tuple[Completion, Completion]:
+    with engine_of(model_path()) as engine:
         await engine.drain()
         waiting = [asyncio.create_task(engine.generate(request)) for request in (first, second)]
         await asyncio.sleep(0.05)
@@ -483,44 +422,29 @@ def test_a_request_that_waits_for_an_update_ends_when_it_is_aborted(model_path):
         aborted = await asyncio.wait_for(waiting[0], 20)
         assert not waiting[1].done() and engine.stats()["in_flight"] == 1
         await engine.update_weights(buckets_of(model_path(seed=1)), 1)
-        return aborted, await waiting[1]
-
-    with engine_of(model_path()) as engine:
-        aborted, other = asyncio.run(run(engine))
+        other = await waiting[1]
     assert (aborted.request_id, aborted.finish_reason) == (first.request_id, FinishReason.ABORT)
     assert len(aborted.token_ids) == len(aborted.logprobs) == len(aborted.versions) == 0
     assert len(other.token_ids) == 10 and engine.counters.generated_tokens == 10
 
 
-def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(model_path, monkeypatch):
-    async def broken(*_: Any) -> None:
-        raise MemoryError("no room for the new weights")
-
-    async def run(engine: HfInfer) -> None:
+async def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(model_path, monkeypatch):
+    with engine_of(model_path()) as engine:
         running = asyncio.create_task(engine.generate(GenerateRequest("x", prompts(1)[0])))
         await held_at(engine, 1)
-        monkeypatch.setattr(engine, "load_weights", broken)
-        with pytest.raises(EngineStoppedError, match="failed in a weight update: MemoryError"):
-            await engine.update_weights(buckets_of(model_path(seed=1)), 1)
-        for call in (running, engine.generate(GenerateRequest("y", prompts(1)[0]))):
+        monkeypatch.setattr(engine, "load_weights", Mock(side_effect=MemoryError("no room for the new weights")))
+        update = engine.update_weights(buckets_of(model_path(seed=1)), 1)
+        for call in (update, running, engine.generate(GenerateRequest("y", prompts(1)[0]))):
             with pytest.raises(EngineStoppedError, match="failed in a weight update: MemoryError"):
                 await asyncio.wait_for(call, 20)
-
-    with engine_of(model_path()) as engine:
-        asyncio.run(run(engine))
 
 
 async def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(model_path, monkeypatch):
     requests = requests_of(prompts(5), max_new_tokens=200, seed=0)
-
     with engine_of(model_path(), max_running_requests=3) as engine:
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
         await held_at(engine, 10)
-
-        def broken(*args: Any, **kwargs: Any) -> None:
-            raise MemoryError("no room for the logits")
-
-        monkeypatch.setattr(engine._model, "forward", broken)
+        monkeypatch.setattr(engine._model, "forward", Mock(side_effect=MemoryError("no room for the logits")))
         engine._release("test")
         async with asyncio.timeout(20):
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -535,9 +459,8 @@ async def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones
 
 async def test_nan_weights_fail_the_requests(model_path):
     with engine_of(model_path()) as engine:
-        await engine.update_weights(
-            buckets_of(model_path(), **{"model.norm.weight": torch.full((64,), torch.nan)}), version=1
-        )
+        broken = {"model.norm.weight": torch.full((64,), torch.nan)}
+        await engine.update_weights(contract.buckets_of(weights_of(load(model_path())) | broken), version=1)
         with pytest.raises(EngineStoppedError, match="NaN logits"):
             await engine.generate(GenerateRequest("x", prompts(1)[0]))
 
@@ -550,9 +473,7 @@ def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path):
         plan = engine._batching._cache._plan
         assert plan.slots * plan.capacity <= 16 * 128
         assert engine.stats()["steps"] > 40  # far from all twelve at once
-    model = load(model_path())
-    for request, completion in zip(requests, completions, strict=True):
-        assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 20)
+    assert_greedy(load(model_path()), requests, completions)
 
 
 @pytest.mark.parametrize(
@@ -567,15 +488,14 @@ def test_only_models_are_taken_whose_generation_is_their_own(family, name, confi
     """Mamba 2 takes its cache by another name, so that a decode step would get one token; Falcon-H1's norm mixes the
     rows of one; GPT-Neo's windows, of another name too, end where the widest row ends."""
     sizes = {"vocab_size": len(make_tokenizer()), "num_layers" if family == "gpt_neo" else "num_hidden_layers": 2}
-    tiny_model(tiny_config(family, **sizes, **config)).save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
+    folder = save_model(tmp_path, tiny_model(tiny_config(family, **sizes, **config)))
     wrong = pytest.raises(ValueError, match=rf"hf_infer: {name}ForCausalLM with this engine's cache .* use vllm")
-    with wrong, engine_of(str(tmp_path)):
+    with wrong, engine_of(folder):
         pass
 
 
 def test_what_cannot_work_is_refused_before_the_first_request(model_path):
-    refused = pytest.raises(ValueError, match=r"sequence_length: 1024, but the model has positions for at most 512")
+    refused = pytest.raises(ValueError, match=r"sequence_length: 1024, but the model has positions for at most 256")
     with refused, engine_of(model_path(), sequence_length=1024):
         pass
     with pytest.raises(ValueError, match="'value' head"):

@@ -13,7 +13,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
 from roll.configs.engines.sglang import CARD, SglangConfig
-from roll.configs.worker import StrategyArguments, WorkerConfig
+from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import MissingEngineError
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
@@ -21,21 +21,20 @@ from roll.distributed.strategy.sglang.cpu import check_tensor_parallel, environm
 from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
 from roll.distributed.strategy.sglang.strategy import SglangStrategy, engine_arguments
 from roll.models import sampling
+from tests.support.contract import context_of
 
 VOCAB = 50
 
 
+CPU = torch.device("cpu")
+DEFAULTS = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_p": 0.0}
+DEFAULTS |= dict.fromkeys(("first_token_temperature", "first_token_top_k"))
+DEFAULTS |= dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0)
+
+
 def params_of(seed: int, prompt: list[int], **changes: Any) -> dict[str, Any]:
-    defaults = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    defaults |= {
-        "min_p": 0.0,
-        "first_token_temperature": None,
-        "first_token_top_k": None,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    }
     request = SimpleNamespace(origin_input_ids=prompt, origin_input_ids_unpadded=prompt, output_ids=[])
-    return {**defaults, **changes, "seed": seed, "prompt_len": len(prompt), "__req__": request}
+    return {**DEFAULTS, **changes, "seed": seed, "prompt_len": len(prompt), "__req__": request}
 
 
 def test_random_numbers_are_those_of_hf_infer():
@@ -53,14 +52,14 @@ def test_a_repetition_penalty_follows_its_request_from_batch_to_batch():
     seen = [set(p["__req__"].origin_input_ids) for p in requests]
     position = [2] * 4
     for members in ([0, 1], [0, 1, 2], [2, 1], [3, 2, 1], [3, 2, 1]):
-        batch = SampledBatch([requests[i] for i in members], torch.device("cpu"), VOCAB)
+        batch = SampledBatch([requests[i] for i in members], CPU, VOCAB)
         logits = torch.randn(len(members), VOCAB) * 3
         tokens, logprobs = batch.draw(logits, torch.tensor([position[i] for i in members]))
         for row, i in enumerate(members):
             p = requests[i]
             mask = torch.zeros(1, VOCAB, dtype=torch.bool)
             mask[0, list(seen[i])] = True
-            rows = sampling.SamplerRows.build([0.8], [0], [1.0], [p["repetition_penalty"]], torch.device("cpu"))
+            rows = sampling.SamplerRows.build([0.8], [0], [1.0], [p["repetition_penalty"]], CPU)
             index = np.array([position[i] - 2], dtype=np.uint64)
             uniform = torch.from_numpy(sampling.uniforms(np.array([p["seed"]], dtype=np.uint64), index))
             token, logprob = sampling.sample(logits[row : row + 1], rows, uniform, mask)
@@ -75,7 +74,7 @@ def test_counts_follow_their_request_from_batch_to_batch():
     logits = torch.tensor([3.0, 2.9, 2.8])
     drawn: list[list[int]] = [[], [], []]
     for members in ([0, 1], [2, 1, 0], [1, 2], [1, 2]):
-        batch = SampledBatch([requests[i] for i in members], torch.device("cpu"), 3)
+        batch = SampledBatch([requests[i] for i in members], CPU, 3)
         positions = torch.tensor([1 + len(drawn[i]) for i in members])
         for i, token in zip(members, batch.draw(logits.expand(len(members), -1), positions)[0].tolist(), strict=True):
             drawn[i].append(token)
@@ -84,7 +83,7 @@ def test_counts_follow_their_request_from_batch_to_batch():
 
 def test_what_is_drawn_inside_a_prompt_is_not_seen():
     request = params_of(1, list(range(10)), repetition_penalty=5.0, presence_penalty=1.0)
-    batch = SampledBatch([request], torch.device("cpu"), VOCAB)
+    batch = SampledBatch([request], CPU, VOCAB)
     logits = torch.full((1, VOCAB), -50.0)
     logits[0, 30] = 50.0
     batch.draw(logits, torch.tensor([4]))  # the first half of the prompt
@@ -97,7 +96,7 @@ def test_what_is_drawn_inside_a_prompt_is_not_seen():
 
 def test_a_batch_is_known_by_its_requests():
     requests = [params_of(i, [1]) for i in range(3)]
-    batch = SampledBatch(requests[:2], torch.device("cpu"), VOCAB)
+    batch = SampledBatch(requests[:2], CPU, VOCAB)
     assert batch.holds([requests[0], requests[1]])
     assert not batch.holds([requests[1], requests[0]])
     assert not batch.holds(requests)
@@ -143,7 +142,7 @@ def test_on_a_cpu_tensor_parallel_processes_share_a_model_evenly():
 @pytest.fixture
 def fake_environment(tmp_path: Path) -> str:
     """An interpreter's folder with nothing of SGLang but the file that names its arguments."""
-    source = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt" / "arg_groups" / "fields"
+    source = tmp_path / "lib/python3.11/site-packages/sglang/srt/arg_groups/fields"
     source.mkdir(parents=True)
     (source / "schedule.py").write_text(
         "class Schedule(msgspec.Struct):\n"
@@ -183,11 +182,8 @@ def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment):
 
 @pytest.mark.parametrize(("python", "message"), [("/no/python", "no such program"), (sys.executable, "not installed")])
 def test_an_environment_without_sglang_is_refused(python, message, tmp_path):
-    worker = WorkerConfig(
-        strategy_args=StrategyArguments(strategy_name="sglang", strategy_config={"python_executable": python})
-    )
     with pytest.raises(MissingEngineError, match=message):
-        SglangStrategy(StrategyContext(worker, "actor_infer", str(tmp_path)))
+        SglangStrategy(context_of("sglang", str(tmp_path), {"python_executable": python}))
 
 
 def test_importing_the_strategies_imports_no_engine():

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,25 +29,23 @@ def some_tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (5, 3), "vector": (7,), "number": (), "nothing": (0, 4), "last": (2, 2, 2)}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    kinds = {
-        "half": torch.bfloat16,
-        "quarter": torch.float16,
-        "long": torch.int64,
-        "byte": torch.uint8,
-        "yes": torch.bool,
-    }
-    return tensors | {name: torch.arange(6).to(dtype) for name, dtype in kinds.items()}
+    kinds = torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool
+    return tensors | {str(dtype): torch.arange(6).to(dtype) for dtype in kinds}
+
+
+def spread(tensor: Tensor, regions: Sequence[Slice] | None = None) -> ShardLayout:
+    """What is on all ranks, or in regions of which a rank, here all at once, has one."""
+    regions = regions or everywhere(tensor.shape)
+    return ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, regions, lambda: tensor)
 
 
 def pieces_of(tensors: dict[str, Tensor], ranks: int) -> list[WeightShard]:
     """Tensors that all ranks have."""
-
-    def spread(tensor: Tensor) -> ShardLayout:
-        shape = tuple(tensor.shape)
-        regions = (Slice((0,) * len(shape), shape, tuple(range(ranks))),)
-        return ShardLayout(shape, tensor.dtype, tensor.device, regions, lambda: tensor)
-
-    return [weight_shard(name, spread(tensor)) for name, tensor in tensors.items()]
+    everyone = tuple(range(ranks))
+    return [
+        weight_shard(name, spread(tensor, [Slice((0,) * tensor.ndim, tuple(tensor.shape), everyone)]))
+        for name, tensor in tensors.items()
+    ]
 
 
 def write(folder: Path, tensors: dict[str, Tensor], ranks: int, single: bool = False) -> list[WrittenFile]:
@@ -60,7 +58,7 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: int, single: bool = F
             writer.begin(folder / file.name, file.header())
             for name in file.outline:
                 writer.add(folder / file.name, tensors[name])
-        written += writer.close().result()
+        written += writer.close().result(30)
     write_index(folder, "model", files)
     return written
 
@@ -112,15 +110,10 @@ ROWS = (Slice((0, 0), (4, 3), (0, 2)), Slice((4, 0), (1, 3), (1, 3)))
 COLUMNS = (Slice((0, 0), (5, 2), (0, 1)), Slice((0, 2), (5, 1), (2, 3)))
 
 
-def spread_over(tensor: Tensor, regions: tuple[Slice, ...]) -> WeightShard:
-    """A tensor of which a rank, here all at once, has one region."""
-    return weight_shard("w", ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, regions, lambda: tensor))
-
-
 def test_rows_are_written_by_a_rank_that_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "MIN_SHARE_BYTES", 1)
     tensor = torch.randn(5, 3)
-    pieces = cut_at_ranks([spread_over(tensor, ROWS)], 4)
+    pieces = cut_at_ranks([weight_shard("w", spread(tensor, ROWS))], 4)
     files = plan_files("state", pieces, 4)
     assert [file.rank for file in files] == [0, 1]
     for file, rows in zip(files, (tensor[:4], tensor[4:]), strict=True):
@@ -136,22 +129,16 @@ def test_rows_are_written_by_a_rank_that_has_them(tmp_path, monkeypatch):
 
 
 def test_what_is_no_block_of_rows_or_too_little_is_gathered():
-    columns, rows = spread_over(torch.randn(5, 3), COLUMNS), spread_over(torch.randn(5, 3), ROWS)
+    columns, rows = (weight_shard("w", spread(torch.randn(5, 3), regions)) for regions in (COLUMNS, ROWS))
     assert cut_at_ranks([rows], 4) == [rows]
-    whole = spread_over(torch.zeros(2**27, 1, device="meta"), (Slice((0, 0), (2**27, 1), (0, 1, 2, 3)),))
+    (whole,) = pieces_of({"w": torch.zeros(2**27, 1, device="meta")}, 4)
     assert cut_at_ranks([whole, columns], 4) == [whole, columns]
 
 
 def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path):
     (tmp_path / "occupied").write_text("a file, not a folder")
-    tensors = {str(number): torch.zeros(1000) for number in range(8)}
-    (file,) = plan_files("model", pieces_of(tensors, 1), 1)
-    writer = BackgroundWriter(max_waiting=4000)
-    writer.begin(tmp_path / "occupied" / file.name, file.header())
-    for name in file.outline:
-        writer.add(tmp_path / "occupied" / file.name, tensors[name])
     with pytest.raises(OSError, match="occupied"):
-        writer.close().result(30)
+        write(tmp_path / "occupied", {str(number): torch.zeros(1000) for number in range(8)}, 1)
 
 
 def contents(path: Path, tensors: dict[str, Tensor], go: threading.Event | None = None) -> Contents:
@@ -160,12 +147,7 @@ def contents(path: Path, tensors: dict[str, Tensor], go: threading.Event | None 
     def write_rest() -> None:
         assert go is None or go.wait(30)
 
-    def spread(tensor: Tensor) -> ShardLayout:
-        return ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
-
-    return Contents(
-        path, {"state": [weight_shard(name, spread(tensor)) for name, tensor in tensors.items()]}, write_rest
-    )
+    return Contents(path, {"state": [plain(name, tensor) for name, tensor in tensors.items()]}, write_rest)
 
 
 def test_a_change_after_the_start_is_not_in_the_files(tmp_path):
@@ -214,21 +196,13 @@ def test_memory_of_snapshots_is_kept_and_shared():
     assert snapshots.take([torch.ones(7)])[0].equal(torch.ones(7))
 
 
-def spread(tensor: Tensor) -> ShardLayout:
-    return ShardLayout(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
-
-
 def plain(name: str, tensor: Tensor) -> WeightShard:
     return weight_shard(name, spread(tensor))
 
 
 def split(name: str, tensor: Tensor) -> WeightShard:
     """A fused parameter: a tensor of a checkpoint for each row."""
-
-    def make(whole: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        return {f"{name}.{i}": row for i, row in enumerate(whole[0])}
-
-    return WeightShard([spread(tensor)], make)
+    return WeightShard([spread(tensor)], lambda whole: {f"{name}.{i}": row for i, row in enumerate(whole[0])})
 
 
 @pytest.mark.parametrize("check", [True, False])
