@@ -153,6 +153,48 @@ def polled(worker: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
     return results
 
 
+@contextlib.contextmanager
+def infer_worker(context: StrategyContext, num_gpus: int = 0) -> Iterator[Any]:
+    """An ``InferWorker`` in a Ray of its own, which takes weights and adapters from the object store, too."""
+    import ray
+
+    from roll.pipeline.workers import InferWorker
+
+    class Worker(InferWorker):
+        async def update(self, refs: list[Any]) -> None:
+            await self.strategy.update_weights(self.buckets(refs), 1)
+
+        async def adapt(self, refs: list[Any]) -> None:
+            await self.strategy.update_adapter(self.buckets(refs), 2)
+
+        async def buckets(self, refs: list[Any]) -> AsyncIterator[WeightBucket]:
+            for ref in refs:
+                yield await ref
+
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    try:
+        kind = ray.remote(num_cpus=1, num_gpus=num_gpus)(Worker)
+        worker = kind.remote("actor_infer", 0, 1, {"OMP_NUM_THREADS": "1"})
+        ray.get(worker.setup.remote(context), timeout=300)
+        yield worker
+    finally:
+        ray.shutdown()
+
+
+def put_buckets(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """Tensors for ``infer_worker``."""
+    import ray
+
+    return [ray.put(bucket) for bucket in pack_buckets(tensors.items(), BUCKET_BYTES)]
+
+
+def assert_polled_greedy(worker: Any, requests: Sequence[GenerateRequest], model: PreTrainedModel) -> None:
+    results = polled(worker, requests)
+    for request in requests:
+        expected = greedy_oracle(model, request.prompt_ids, request.params.max_new_tokens)
+        assert results[request.request_id].token_ids.tolist() == expected
+
+
 async def staggered(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
     """Each request enters a little after the one before, so that steps hold old and new ones."""
 
