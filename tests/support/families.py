@@ -1,6 +1,5 @@
 """Every causal language model that Transformers knows, tiny and random, made of its configuration class alone."""
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -323,7 +322,7 @@ def measured(family: str) -> tuple[dict[str, Any] | None, str]:
     values = config.get_text_config().to_dict()
     right = {name: set(kinds(values.get(name))) for name in watched(config)}
     for change in variants(config):
-        found = attempt(functools.partial(_changed_differences, family, change))
+        found = attempt(lambda change=change: packing_differences(tiny_config(family, **change)))
         if found and not isinstance(found, str) and worst_of(found) <= BOUND:
             positions = max(positions, found.get("sdpa", 0.0))
             for name in change.keys() & right.keys():
@@ -332,10 +331,6 @@ def measured(family: str) -> tuple[dict[str, Any] | None, str]:
     allowed = {name: sorted(each, key=str) for name, each in right.items()}
     entry = {"difference": float(f"{worst:.1e}"), "values": allowed}
     return entry | ({"positions": False} if positions > BOUND else {}), ""
-
-
-def _changed_differences(family: str, change: dict[str, Any]) -> dict[str, float]:
-    return packing_differences(tiny_config(family, **change))
 
 
 def attempt(make: Callable[[], Any]) -> Any:
