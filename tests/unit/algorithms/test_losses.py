@@ -1,10 +1,8 @@
 """Losses against loops in float64, by finite differences, and under every way of splitting a batch."""
 
-import itertools
 import math
 import pickle
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -47,7 +45,7 @@ from tests.support.algorithms_batches import (
     rows_of,
 )
 from tests.support.examples import examples
-from tests.support.imitation import Imitator
+from tests.support.imitation import Imitator, Talk, talk
 from tests.support.trainers import make_context
 
 seeds = st.integers(0, 2**32 - 1)
@@ -163,13 +161,6 @@ def test_what_the_value_loss_reads_travels_to_the_critic():
     for turns in (False, True):
         loss_fn = build_value_loss(AlgorithmConfig(value_clip=0.5, turn_level_gae=turns))
         assert columns_read(loss_fn, batch, scores) <= VALUE_READS
-
-
-def test_sft_loss_is_the_mean_negative_log_likelihood():
-    batch, scores = make_batch(5)
-    out = build_sft_loss()(scores, batch, context(batch))
-    assert out.loss.item() == pytest.approx(-scores.logprobs_T[batch.loss_mask_T].mean().item())
-    assert out.metrics["sft/loss"].item() == out.loss.item()
 
 
 @examples(40)
@@ -562,14 +553,9 @@ def test_losses_have_the_names_of_the_configuration_or_are_reached_by_path_and_t
     assert tuple(POLICY_LOSSES.names()) == tuple(PG_VARIANTS)
 
 
-TURNS = [
-    ["3 + 4", "7"],
-    ["Up?", "Up", "again", "Down Down", "?", "ok"],
-    ["a", "an answer of many tokens, so that means differ"],
-    ["b", "Left", "c", "Right"],
-]
-TALKS = [
-    *([*zip(itertools.cycle(("user", "assistant")), turns, strict=False)] for turns in TURNS),
+TALKS: list[Talk] = [
+    *map(talk, range(3)),
+    [("user", "a"), ("assistant", "an answer of many tokens, so that means differ")],
     [("system", "S"), ("user", "a longer question than the others"), ("assistant", "yes")],
 ]
 
@@ -596,30 +582,23 @@ class Probed(Fsdp2Train):
         super().apply_gradients(rate, norm)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sft") / "tiny"
-    make_tiny_model(path, seed=3)
-    return path
-
-
-@pytest.fixture(scope="module")
-def batch() -> Batch:
+def batch_of_talks() -> Batch:
     renderer = ChatRenderer(make_tokenizer())
-    rows = [renderer.conversation([{"role": role, "content": text} for role, text in talk]) for talk in TALKS]
+    rows = [renderer.conversation([{"role": role, "content": text} for role, text in spoken]) for spoken in TALKS]
     lengths_B = torch.tensor([len(ids) for ids, _ in rows])
     tokens_T, mask_T = (torch.cat([torch.from_numpy(row[i]) for row in rows]) for i in range(2))
     return Batch(lengths_B, tokens_T, mask_T)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model, batch, mode):
-    oracle = Imitator(model)
+def test_the_step_is_that_of_float64_however_the_conversations_are_cut(tmp_path, mode):
+    make_tiny_model(tmp_path, seed=3)
+    oracle, batch = Imitator(tmp_path), batch_of_talks()
     loss = oracle.loss(TALKS, per_row=mode != "token-mean")
     loss.backward()
     for name, cutting in CUTTINGS.items():
         options = {"temperature": 1.0, "max_grad_norm": 1e9, "needs": SFT_NEEDS, **cutting}
-        trainer = Probed(make_context(model, "fsdp2_train", **options))
+        trainer = Probed(make_context(tmp_path, "fsdp2_train", **options))
         trainer.setup()
         scores = trainer.logprobs(batch)
         assert float(scores.top1_T[batch.loss_mask_T].mean()) == pytest.approx(oracle.accuracy(TALKS)), name
