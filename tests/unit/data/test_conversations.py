@@ -73,22 +73,15 @@ def test_an_end_that_pads_too_is_learned_behind_every_answer(family, tmp_path):
 
 def test_everything_wrong_with_the_rows_is_told_by_line(tmp_path):
     wrong = {
-        "talk[2]: the last message is the user's, expected the assistant's": {"talk": TALK[:3]},
-        "nothing to train on: weight or train or training or loss excludes all assistant messages": {
-            "talk": [TALK[0], {**TALK[1], "weight": 0}]
-        },
-        "talk[3].content: empty, expected an answer": {"talk": [*TALK[:3], says(" ")]},
-        "no column 'talk'": {"talks": TALK},
-        "88 tokens, expected at most sequence_length = 64 (see sample_overflow)": {"talk": [user("x" * 80), TALK[1]]},
+        "no column 'r'": {"q": "a"},
+        "column 'r': 3, expected": {"q": "a", "r": 3},
+        "88 tokens, expected at most sequence_length = 64 (see sample_overflow)": {"q": "x" * 80, "r": "Up"},
     }
-    bad = write(tmp_path / "bad.jsonl", [{"talk": TALK}, *wrong.values()])
+    bad = write(tmp_path / "bad.jsonl", [{"q": "a", "r": "Up"}, *wrong.values()])
     with pytest.raises(DataError) as caught:
-        load(bad, {"messages": "talk"})
+        load(bad, ANSWERED)
     for line, (words, problem) in enumerate(zip(wrong, caught.value.problems, strict=True), 2):
-        assert problem.startswith(f"{bad}:{line}: ") and words in problem
-    pairs = write(tmp_path / "pairs.jsonl", [{"q": "a"}, {"q": "a", "r": 3}])
-    with pytest.raises(DataError, match=r"pairs.jsonl:1: no column 'r'.*\n.*pairs.jsonl:2: column 'r': 3, expected"):
-        load(pairs, ANSWERED)
+        assert problem.startswith(f"{bad}:{line}: {words}")
 
 
 @pytest.mark.parametrize(("overflow", "kept"), [("drop", 1), ("truncate", 2)])
