@@ -243,17 +243,16 @@ def packing_differences(config: PreTrainedConfig) -> dict[str, float]:
         Largest differences by how the row is computed: with a plan of attention, by positions, and with shared
         prompts; as far as the model can do it.
     """
-    found = {}
+    found, generator = {}, torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
+    shared = [torch.cat([rows[1][:10], row]) for row in rows]
     for kernel in ("sdpa", "eager"):
         try:
             model = tiny_model(config, attn_implementation=kernel)
         except ValueError:
             continue
         with torch.no_grad():
-            rows = _rows(model)
-            alone = [_alone(model, row) for row in rows]
-            shared = [torch.cat([rows[1][:10], row]) for row in rows]
-            alone_shared = [_alone(model, row) for row in shared]
+            alone, alone_shared = ([_alone(model, row) for row in each] for each in (rows, shared))
             scorer = TokenScorer(model)
             plans = planned_attention.enable(model)
             if kernel == "sdpa" or not plans:  # FlashAttention goes by positions with all models that have sdpa
@@ -263,11 +262,6 @@ def packing_differences(config: PreTrainedConfig) -> dict[str, float]:
             if planned_attention.enable_sharing(model):
                 found["shared"] = _shared_difference(scorer, shared, alone_shared)
     return found
-
-
-def _rows(model: PreTrainedModel) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
 def _alone(model: PreTrainedModel, row: Tensor) -> Tensor:

@@ -325,8 +325,7 @@ def test_what_the_losses_read_must_be_finite(column, bad):
         select_for_policy(batch.replace(**{column: values}), AlgorithmConfig().parts, seed=0)
 
 
-LEVELS = ["token", "segment", "geometric", "sequence"]
-levels = st.sampled_from(LEVELS)
+levels = st.sampled_from(["token", "segment", "geometric", "sequence"])
 
 
 def corrected(**keys: Any) -> AlgorithmConfig:
