@@ -1,5 +1,6 @@
 """Small tokenizers with the chat templates and the control tokens of published models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -205,7 +206,7 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family of ``FAMILIES``."""
     family = FAMILIES[name]
     special = family.special.split()
-    core = _sentencepiece(special) if family.spaces else _bytes()
+    core = _sentencepiece(special) if family.spaces else byte_pairs(CORPUS * 4, 320)
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     core.add_tokens([AddedToken(text, normalized=False) for text in family.words.split()])
     bos = special[0] if family.has_bos or family.adds_bos else None
@@ -220,14 +221,13 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _bytes() -> Tokenizer:
-    """Byte pairs with a few merges."""
+def byte_pairs(texts: Sequence[str], size: int, special: Sequence[str] = ()) -> Tokenizer:
+    """Bytes, and as many merges as there is room for, by how often they are in some texts."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    core.train_from_iterator(CORPUS * 4, trainer)
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=[*special], **options))
     return core
 
 

@@ -45,7 +45,7 @@ from tests.support.contract import weights_of
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, unmodified
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
-from tests.support.sizes import sizes
+from tests.support.sizes import FOUR_EXPERTS, sizes
 from tests.support.trainers import ENTROPY_COEF, TEMPERATURE, VOCABULARY, policy_loss
 from tests.support.trainers import make_context as context_of
 
@@ -157,13 +157,7 @@ def make_model(path: Path, kind: str) -> Path:
         "bos_token_id": None,
         "pad_token_id": 0,
     }
-    moe = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-        "head_dim": 8,
-    }
+    moe = {**FOUR_EXPERTS, "norm_topk_prob": True, "head_dim": 8}
     family = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}.get(kind, "Qwen2")
     extra = {"qwen3": {"head_dim": 16}, "qwen3_moe": moe, "qwen2_scores": {"num_labels": 1}}.get(kind, {})
     config = getattr(transformers, f"{family}Config")(**shape, **extra)
@@ -500,8 +494,8 @@ def make_teacher(path: Path) -> None:
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size": TEACHER_WIDTH}
-    LlamaConfig(vocab_size=TEACHER_VOCABULARY, tie_word_embeddings=False, **sizes).save_pretrained(path)
+    shape = sizes(TEACHER_VOCABULARY, TEACHER_WIDTH, 48, 1, 4, 4)
+    LlamaConfig(**shape, tie_word_embeddings=False).save_pretrained(path)
     save_file({"lm_head.weight": teacher_weight()}, path / "model.safetensors")
 
 

@@ -32,19 +32,13 @@ from roll.models.megatron.families import EMBEDDING, FINAL_NORM, OUTPUT, Entry, 
 from roll.models.megatron.names import ParallelLayout, fuse, layer_entries, source, split_reader
 from roll.models.stored import StoredTensor
 from tests.support.contract import weights_of
+from tests.support.sizes import FOUR_EXPERTS, sizes
 
 ModuleSet = Literal["local", "te"]
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 97,  # divides by nothing, so that every tensor-parallel size pads it
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+VOCABULARY = 97  # divides by nothing, so that every tensor-parallel size pads it
+SHAPE: dict[str, Any] = sizes(VOCABULARY, 32, 48, 3, 4, 2) | {"max_position_embeddings": 128}
+EXPERTS: dict[str, Any] = FOUR_EXPERTS
 SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
