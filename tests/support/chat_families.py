@@ -210,7 +210,7 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     core.add_tokens([AddedToken(text, normalized=False) for text in family.words.split()])
     bos = special[0] if family.has_bos or family.adds_bos else None
-    if family.adds_bos:
+    if family.adds_bos and bos is not None:
         core.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, core.token_to_id(bos))]
         )
@@ -226,7 +226,7 @@ def byte_pairs(texts: Sequence[str], size: int, special: Sequence[str] = ()) -> 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    options: dict[str, Any] = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=[*special], **options))
     return core
 

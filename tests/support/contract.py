@@ -173,7 +173,7 @@ def infer_worker(context: StrategyContext, num_gpus: int = 0) -> Iterator[Any]:
 
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
     try:
-        kind = ray.remote(num_cpus=1, num_gpus=num_gpus)(Worker)
+        kind: Any = ray.remote(num_cpus=1, num_gpus=num_gpus)(Worker)
         worker = kind.remote("actor_infer", 0, 1, {"OMP_NUM_THREADS": "1"})
         ray.get(worker.setup.remote(context), timeout=300)
         yield worker
@@ -205,7 +205,7 @@ async def staggered(engine: Any, requests: Iterable[GenerateRequest]) -> list[Co
     return list(await asyncio.gather(*(later(i, r) for i, r in enumerate(requests))))
 
 
-def greedy_oracle(model: PreTrainedModel, prompt: np.ndarray, max_new_tokens: int, **options: Any) -> list[int]:
+def greedy_oracle(model: Any, prompt: np.ndarray, max_new_tokens: int, **options: Any) -> list[int]:
     ids = torch.from_numpy(prompt)[None]
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, **options
@@ -268,7 +268,7 @@ async def buckets_of(tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_B
         yield bucket
 
 
-def make_adapter(base_path: str, seed: int, spec: LoraSpec = LORA) -> tuple[dict[str, Tensor], PreTrainedModel]:
+def make_adapter(base_path: str, seed: int, spec: LoraSpec = LORA) -> tuple[dict[str, Tensor], Any]:
     """A random adapter as peft's state dict, and the model with it merged by peft."""
     import peft
 

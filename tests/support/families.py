@@ -316,7 +316,7 @@ def measured(family: str) -> tuple[dict[str, Any] | None, str]:
     values = config.get_text_config().to_dict()
     right = {name: set(kinds(values.get(name))) for name in watched(config)}
     for change in variants(config):
-        found = attempt(lambda change=change: packing_differences(tiny_config(family, **change)))
+        found = attempt(lambda given: packing_differences(tiny_config(family, **given)), change)
         if found and not isinstance(found, str) and worst_of(found) <= BOUND:
             positions = max(positions, found.get("sdpa", 0.0))
             for name in change.keys() & right.keys():
@@ -327,9 +327,9 @@ def measured(family: str) -> tuple[dict[str, Any] | None, str]:
     return entry | ({"positions": False} if positions > BOUND else {}), ""
 
 
-def attempt(make: Callable[[], Any]) -> Any:
+def attempt(make: Callable[..., Any], *given: Any) -> Any:
     """What it makes, or why it cannot, in words."""
     try:
-        return make()
+        return make(*given)
     except Exception as error:  # of whatever kind a model's code raises for sizes or options that it does not take
         return f"{type(error).__name__}: {error}"
