@@ -443,13 +443,6 @@ def test_an_update_makes_the_engine_the_new_model(fresh, oracle, new, bucket_byt
     assert_scored(completions, new, prompt_list)
 
 
-def test_updates_follow_each_other(fresh, oracle, new):
-    prompt_list = prompts(6, seed=21, low=40, high=80)
-    for version, model in enumerate([new, oracle, new], start=1):
-        asyncio.run(fresh.update_weights(buckets_of(weights_of(model)), version))
-        assert_greedy(greedy(fresh, prompt_list), model, prompt_list, 16)
-
-
 def test_shared_memory_is_read_where_it_lies_and_given_back(fresh, oracle, new):
     """What is free is overwritten, so that an engine that still needs it shows."""
     prompt_list = prompts(6, seed=24, low=40, high=80)
@@ -476,13 +469,11 @@ def test_shared_memory_is_read_where_it_lies_and_given_back(fresh, oracle, new):
         assert_greedy(greedy(fresh, prompt_list), model, prompt_list, 16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_cast_to_the_engines_dtype(fresh, new, dtype):
+def test_weights_are_cast_to_the_engines_dtype(fresh, new):
     prompt_list = prompts(4, seed=22)
-    weights = {name: tensor.to(dtype) for name, tensor in weights_of(new).items()}
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of(new).items()}
     asyncio.run(fresh.update_weights(buckets_of(weights), 1))
-    rounded = new if dtype is torch.float32 else load(new.name_or_path)
-    rounded.to(dtype).to(torch.float32)
+    rounded = load(new.name_or_path).bfloat16().float()
     assert_greedy(greedy(fresh, prompt_list), rounded, prompt_list, 16)
 
 

@@ -38,7 +38,6 @@ actor_infer:
   generating_args:
 """
 
-Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 CASES = {
     # The YAML; what changes of the request, of vLLM's SamplingParams, of SGLang's arguments.
     "max_new_tokens": ("20", {"max_new_tokens": 20}, {}, {}),

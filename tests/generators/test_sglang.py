@@ -5,8 +5,7 @@ import importlib.util
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,24 @@ import torch
 from roll.configs.engines.sglang import CARD, OWNED_OPTIONS, SglangConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.generation.engine_process import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
-from roll.distributed.weights.buckets import WeightBucket
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.probe import find_causes, other_prompt
-from roll.utils.foreign import replaced
+from roll.pipeline.probe import find_causes
 from tests.support.contract import (
-    BUCKET_BYTES,
     LORA,
     OPTIONS,
+    assert_polled_greedy,
     buckets_of,
     burst,
     context_of,
     first_token,
-    greedy_oracle,
+    infer_worker,
     load,
     make_adapter,
     make_model,
-    polled,
     prompts,
+    put_buckets,
     requests_of,
     weights_of,
 )
@@ -48,11 +44,13 @@ from tests.support.probe_pair import (
     SPOILED,
     TRUNCATIONS,
     Pair,
-    exchange,
+    assert_names_another_template,
+    causes_in,
     started,
     started_seeing,
     wrong_names,
 )
+from tests.support.processes import gone
 
 SGLANG = OPTIONS.get("sglang", {})
 if "sglang" not in os.environ.get("ROLL_GENERATORS", "sglang").split(","):
@@ -131,50 +129,20 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path):
     """Starts, generates, updates weights and adapter over tensor-parallel processes, which end with the worker."""
     import ray
 
-    from roll.distributed.weights.buckets import pack_buckets
-    from roll.pipeline.workers import InferWorker
-
-    class Worker(InferWorker):
-        async def update(self, refs: list[Any]) -> None:
-            await self.strategy.update_weights(self.buckets(refs), 1)
-
-        async def adapt(self, refs: list[Any]) -> None:
-            await self.strategy.update_adapter(self.buckets(refs), 2)
-
-        async def buckets(self, refs: list[Any]) -> AsyncIterator[WeightBucket]:
-            for ref in refs:
-                yield await ref
-
     path, new_path = save_even_model(tmp_path, 0), save_even_model(tmp_path, 1)
     new = load(new_path)
     adapter, adapted = make_adapter(new_path, seed=3)
     requests = requests_of(prompts(4, seed=63, low=40, high=60), temperature=0.0, max_new_tokens=12)
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    try:
-        worker = ray.remote(num_cpus=1)(Worker).remote("actor_infer", 0, 1, {"OMP_NUM_THREADS": "1"})
-        context = context_of("sglang", path, {**SGLANG, "tp_size": 2}, lora=LORA)
-        ray.get(worker.setup.remote(context), timeout=300)
-
-        def assert_greedy_of(model: Any) -> None:
-            results = polled(worker, requests)
-            for request in requests:
-                assert results[request.request_id].token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 12)
-
-        def references(tensors: Any) -> list[Any]:
-            return [ray.put(bucket) for bucket in pack_buckets(tensors.items(), BUCKET_BYTES)]
-
-        assert_greedy_of(load(path))
-        ray.get(worker.update.remote(references(weights_of(new))), timeout=60)
-        assert_greedy_of(new)
-        ray.get(worker.adapt.remote(references(adapter)), timeout=60)
-        assert_greedy_of(adapted)
-
+    with infer_worker(context_of("sglang", path, {**SGLANG, "tp_size": 2}, lora=LORA)) as worker:
+        assert_polled_greedy(worker, requests, load(path))
+        ray.get(worker.update.remote(put_buckets(weights_of(new))), timeout=60)
+        assert_polled_greedy(worker, requests, new)
+        ray.get(worker.adapt.remote(put_buckets(adapter)), timeout=60)
+        assert_polled_greedy(worker, requests, adapted)
         processes = engine_processes(ray.get(worker.ping.remote()).pid)
         assert sum("scheduler" in title(process) for process in processes) == 2
         ray.kill(worker)
         assert_gone(processes)
-    finally:
-        ray.shutdown()
 
 
 def save_even_model(folder: Path, seed: int) -> str:
@@ -200,11 +168,8 @@ def title(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
 
 
-def assert_gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+def assert_gone(processes: list[psutil.Process]) -> None:
+    assert not [process for process in processes if not gone(process.pid, seconds=20.0)]
 
 
 FAULTS = Path(__file__).parents[1] / "support" / "sglang_faults.py"
@@ -291,11 +256,7 @@ def test_a_probe_names_what_the_engine_does_otherwise(faulty, monkeypatch, fault
 
 
 def test_a_probe_names_another_chat_template(faulty):
-    (pair, _), own = faulty, probe_prompt(make_tokenizer(), "chatml")
-    for template, differs in (("chatml", False), ("qwen2", True)):
-        with replaced(pair.generator, context=replace(pair.generator.context, template=template)):
-            assert bool(problem := other_prompt(own, pair.generator.settings())) == differs
-    assert problem is not None and problem.startswith("template or tokenizer")
+    assert_names_another_template(faulty[0].generator)
 
 
 @pytest.mark.parametrize(
@@ -331,16 +292,4 @@ def test_a_probe_names_what_the_engine_sees_otherwise(seeing, fault, words):
     ],
 )
 def test_a_probe_names_experts_and_adapters(model_path, family, words):
-    lora = LORA if family == "untied" else None
-    pair = started("sglang", Path(model_path(family, 0)), lora, SGLANG)
-    try:
-        assert not pair.causes()
-        if lora is None:
-            names = [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (0, 1)]
-            pair.spoil = lambda tensors: exchange(*(tensors[name] for name in names))
-            pair.update()
-        else:  # the base again, without the adapter
-            asyncio.run(pair.generator.update_weights(buckets_of(weights_of(load(model_path(family, 0)))), 1))
-        assert words in pair.causes()[0]
-    finally:
-        pair.generator.shutdown()
+    assert words in causes_in(family, "sglang", model_path(family, 0), SGLANG)[0]

@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,29 +17,38 @@ from safetensors.torch import save_file
 
 from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.distributed.strategy import STRATEGIES, MissingEngineError, require_engine
-from roll.distributed.strategy.evidence import probe_prompt
 from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.strategy.vllm import strategy, worker
 from roll.distributed.strategy.vllm.arguments import engine_arguments, engine_environment
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.probe import other_prompt
 from roll.utils.foreign import environment, replaced
 from tests.support.contract import (
-    BUCKET_BYTES,
     LORA,
+    assert_polled_greedy,
     buckets_of,
     context_of,
     forward_logprobs,
     greedy,
-    greedy_oracle,
+    infer_worker,
     load,
     make_model,
     polled,
     prompts,
+    put_buckets,
     requests_of,
     weights_of,
 )
-from tests.support.probe_pair import PENALTIES, SPOILED, TRUNCATIONS, Pair, exchange, started, wrong_names
+from tests.support.probe_pair import (
+    PENALTIES,
+    SPOILED,
+    TRUNCATIONS,
+    Pair,
+    assert_names_another_template,
+    causes_in,
+    started,
+    wrong_names,
+)
+from tests.support.processes import gone
 
 if find_spec("vllm") is None:
     pytest.skip("vllm: the package vllm is not installed", allow_module_level=True)
@@ -130,67 +138,29 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path):
     """Starts, generates, updates over tensor-parallel workers, dies with an error, and leaves no process behind."""
     import ray
 
-    from roll.distributed.weights.buckets import pack_buckets
-    from roll.pipeline.workers import InferWorker
     from roll.rollout.router import GenerationError
-
-    class Worker(InferWorker):
-        async def update(self, refs: list[Any]) -> None:
-            async def buckets() -> Any:
-                for ref in refs:
-                    yield await ref
-
-            await self.strategy.update_weights(buckets(), 1)
 
     if (gpus := torch.cuda.device_count()) == 1:
         pytest.skip("needs no GPU or two, there is one")
     path, new = model_path("tied", 0), load(model_path("tied", 1))
-    prompt_list = prompts(4, seed=50, low=40, high=60)
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    try:
-        environment = {"OMP_NUM_THREADS": "1"}
-        worker = ray.remote(num_cpus=1, num_gpus=min(gpus, 2))(Worker).remote("actor_infer", 0, 1, environment)
-        context = context_of("vllm", path, {"tensor_parallel_size": 2}, lora=LORA)
-        ray.get(worker.setup.remote(context), timeout=300)
-        requests = requests_of(prompt_list, temperature=0.0, max_new_tokens=12)
-
-        def assert_greedy_of(model: Any) -> None:
-            results = polled(worker, requests)
-            for request in requests:
-                assert results[request.request_id].token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 12)
-
-        assert_greedy_of(load(path))
-        refs = [ray.put(bucket) for bucket in pack_buckets(weights_of(new).items(), BUCKET_BYTES)]
-        ray.get(worker.update.remote(refs), timeout=60)
-        assert_greedy_of(new)
-
+    requests = requests_of(prompts(4, seed=50, low=40, high=60), temperature=0.0, max_new_tokens=12)
+    context = context_of("vllm", path, {"tensor_parallel_size": 2}, lora=LORA)
+    with infer_worker(context, num_gpus=min(gpus, 2)) as worker:
+        assert_polled_greedy(worker, requests, load(path))
+        ray.get(worker.update.remote(put_buckets(weights_of(new))), timeout=60)
+        assert_polled_greedy(worker, requests, new)
         children = _descendants(ray.get(worker.ping.remote()).pid)
         [engine] = [pid for pid in children if len(_descendants(pid)) == 2]  # it has two tensor-parallel workers
         os.kill(engine, signal.SIGKILL)
         assert all(isinstance(result, GenerationError) for result in polled(worker, requests).values())
         ray.kill(worker)
-    finally:
-        ray.shutdown()
-    for _ in range(100):
-        if not (left := [pid for pid in children if _alive(pid)]):
-            break
-        time.sleep(0.2)
-    assert not left
+    assert not [pid for pid in children if not gone(pid, seconds=20.0)]
 
 
 def _descendants(pid: int) -> list[int]:
     import psutil
 
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-def _alive(pid: int) -> bool:
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_batches_are_those_that_vllm_measured_for_throughput(model_path, monkeypatch):
@@ -354,26 +324,11 @@ def test_a_probe_names_keys_and_values_of_old_weights(faulty, monkeypatch):
 
 @pytest.mark.slow
 def test_a_probe_names_another_chat_template(faulty):
-    generator, own = faulty.generator, probe_prompt(make_tokenizer(), "chatml")
-    for template, differs in (("chatml", False), ("qwen2", True)):
-        with replaced(generator, context=replace(generator.context, template=template)):
-            assert bool(problem := other_prompt(own, generator.settings())) == differs
-    assert problem is not None and problem.startswith("template or tokenizer")
+    assert_names_another_template(faulty.generator)
 
 
 @pytest.mark.slow  # an engine of its own for each
 @pytest.mark.parametrize("family", ["experts", "untied"])
 def test_a_probe_names_the_layer_of_experts_and_adapters(model_path, family):
-    lora = LORA if family == "untied" else None
-    pair = started("vllm", Path(model_path(family, 0)), lora)
-    try:
-        assert not pair.causes()
-        if lora is None:
-            names = [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (0, 1)]
-            pair.spoil = lambda tensors: exchange(*(tensors[name] for name in names))
-            pair.update()
-        else:  # the base again, without the adapter
-            asyncio.run(pair.generator.update_weights(buckets_of(weights_of(load(model_path(family, 0)))), 1))
-        assert "they part in model.layers.0" in " ".join(causes := pair.causes()), causes
-    finally:
-        pair.generator.shutdown()
+    causes = causes_in(family, "vllm", model_path(family, 0))
+    assert "they part in model.layers.0" in " ".join(causes), causes

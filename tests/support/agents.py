@@ -61,46 +61,50 @@ class LoggedTrainWorker(TrainWorker):
         return super().train(batch, optimizer_steps)
 
 
+def policy_of(task: AgentTask) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+
+
+async def ask(policy: openai.AsyncOpenAI, messages: list[Any], **keys: Any) -> Any:
+    """The message that answers a conversation."""
+    answer = await policy.chat.completions.create(model="any", messages=messages, **keys)
+    return answer.choices[0].message
+
+
 async def two_turns(task: AgentTask) -> str:
     """Asks, asks on, and has a helper of its own asked at the same time."""
     messages: list[Any] = list(task.messages)
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
-
-        async def ask(conversation: list[Any], **keys: Any) -> Any:
-            answer = await policy.chat.completions.create(model="any", messages=conversation, **keys)
-            return answer.choices[0].message
-
+    async with policy_of(task) as policy:
         first, _ = await asyncio.gather(
-            ask(messages, max_tokens=3), ask([{"role": "system", "content": "help"}, *messages])
+            ask(policy, messages, max_tokens=3), ask(policy, [{"role": "system", "content": "help"}, *messages])
         )
-        last = await ask([*messages, first, {"role": "user", "content": "more"}])
+        last = await ask(policy, [*messages, first, {"role": "user", "content": "more"}])
         return last.content or first.content or ""
 
 
 async def looking(task: AgentTask) -> str:
     """Asks about the pictures of the task, shows them again, and then one of them with other pixels."""
     messages: list[Any] = list(task.messages)
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
+    async with policy_of(task) as policy:
         for shown in (messages[-1]["content"], "more"):
-            answer = await policy.chat.completions.create(model="any", messages=messages, max_tokens=3)
-            messages += [answer.choices[0].message, {"role": "user", "content": shown}]
+            messages += [await ask(policy, messages, max_tokens=3), {"role": "user", "content": shown}]
         data = base64.b64decode(messages[0]["content"][0]["image_url"]["url"].partition(",")[2])
         buffer = io.BytesIO()
         Image.open(io.BytesIO(data)).convert("L").save(buffer, "PNG")
         grey = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
         changed = [{"type": "image_url", "image_url": {"url": grey}}, *messages[0]["content"][1:]]
         messages[0] = {"role": "user", "content": changed}
-        last = await policy.chat.completions.create(model="any", messages=messages, max_tokens=3)
-    return last.choices[0].message.content or ""
+        last = await ask(policy, messages, max_tokens=3)
+    return last.content or ""
 
 
 async def counting(task: AgentTask) -> None:
     """Plays the environment ``CountingEnv`` to its end, an answer a step."""
     messages: list[Any] = list(task.messages)
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
+    async with policy_of(task) as policy:
         ended = False
         while not ended:
-            answer = (await policy.chat.completions.create(model="any", messages=messages)).choices[0].message
+            answer = await ask(policy, messages)
             step: Any = await policy.post("/step", cast_to=object, body={"action": answer.content})
             ended = step["terminated"] or step["truncated"]
             messages += [answer, {"role": "user", "content": step["observation"]}]

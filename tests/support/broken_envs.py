@@ -9,8 +9,9 @@ import threading
 import time
 from typing import Any
 
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash
 from roll.agentic.env.game import ActionParser
+from tests.support.steps import usual_step
 
 DIGITS = tuple("12345678")
 
@@ -44,17 +45,9 @@ class Safe(TextEnv):
             self._limit.stop()
         told = "Open." if success else "No digit." if digit is None else "Higher." if digit < self.secret else "Lower."
         observation = f"{told} {self.tried}"
-        return step_result(
-            observation,
-            task_reward=float(success),
-            penalty=-0.1 if digit is None else 0.0,
-            terminated=success,
-            truncated=is_last and not success,
-            action=digit,
-            action_is_effective=success,
-            success=success,
-            state_key=self.key(observation),
-        )
+        ends = {"terminated": success, "truncated": is_last and not success, "success": success}
+        pays = {"task_reward": float(success), "penalty": -0.1 if digit is None else 0.0}
+        return usual_step(observation, digit, self.key(observation), action_is_effective=success, **ends, **pays)
 
     def key(self, observation: str) -> str:
         return stable_hash(f"{self.secret} {observation}".encode())

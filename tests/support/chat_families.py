@@ -1,5 +1,6 @@
 """Small tokenizers with the chat templates and the control tokens of published models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,11 +18,11 @@ class Family:
     """What a published tokenizer has besides its vocabulary, and where generation ends.
 
     Attributes:
-        special: tokens that it calls special, the first of which begins a sequence if ``has_bos``.
+        special: tokens that it calls special, the first of which begins a sequence if ``has_bos`` or ``adds_bos``.
         eos: its end token.
         words: added tokens that it does not call special.
-        has_bos: whether it has a token that begins a sequence.
-        adds_bos: whether it writes that token before a text.
+        has_bos: whether it has a token that begins a sequence, and leaves it to the template.
+        adds_bos: whether it has one, and writes it before a text.
         spaces: whether spaces are written as ``▁`` and its control tokens are words of the model's vocabulary too, as
             SentencePiece has it.
         dialect: in which its template describes tools; ``None`` for one that knows none.
@@ -62,9 +63,7 @@ _DEEPSEEK_END = "<｜end▁of▁sentence｜>"
 
 
 def _deepseek() -> Family:
-    return Family(
-        _DEEPSEEK, _DEEPSEEK_END, _DEEPSEEK_WORDS, has_bos=True, adds_bos=True, ends=_DEEPSEEK_END, pad=_DEEPSEEK_END
-    )
+    return Family(_DEEPSEEK, _DEEPSEEK_END, _DEEPSEEK_WORDS, adds_bos=True, ends=_DEEPSEEK_END, pad=_DEEPSEEK_END)
 
 
 def _qwen(words: str = _QWEN_WORDS, dialect: str = "hermes") -> Family:
@@ -72,21 +71,20 @@ def _qwen(words: str = _QWEN_WORDS, dialect: str = "hermes") -> Family:
 
 
 FAMILIES = {
-    "llama3": Family(_LLAMA, "<|eot_id|>", has_bos=True, adds_bos=True, ends="<|end_of_text|> <|eot_id|>", pad=None),
-    "llama3_1": Family(_LLAMA, "<|eot_id|>", has_bos=True, adds_bos=True, dialect="llama3_json", ends=_LLAMA_ENDS),
-    "llama3_2": Family(_LLAMA, "<|eot_id|>", has_bos=True, adds_bos=True, dialect="llama3_json", ends=_LLAMA_ENDS),
-    "mistral_v0_3": Family(_MISTRAL, "</s>", has_bos=True, adds_bos=True, spaces=True, dialect="mistral", ends="</s>"),
-    "mistral_nemo": Family(_MISTRAL, "</s>", has_bos=True, adds_bos=True, dialect="mistral", ends="</s>"),
+    "llama3": Family(_LLAMA, "<|eot_id|>", adds_bos=True, ends="<|end_of_text|> <|eot_id|>", pad=None),
+    "llama3_1": Family(_LLAMA, "<|eot_id|>", adds_bos=True, dialect="llama3_json", ends=_LLAMA_ENDS),
+    "llama3_2": Family(_LLAMA, "<|eot_id|>", adds_bos=True, dialect="llama3_json", ends=_LLAMA_ENDS),
+    "mistral_v0_3": Family(_MISTRAL, "</s>", adds_bos=True, spaces=True, dialect="mistral", ends="</s>"),
+    "mistral_nemo": Family(_MISTRAL, "</s>", adds_bos=True, dialect="mistral", ends="</s>"),
     "mistral_small_3_2": Family(
         f"{_MISTRAL} [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [IMG] [CALL_ID] [ARGS] <pad>",
         "</s>",
-        has_bos=True,
         adds_bos=True,
         dialect="mistral",
         ends="</s>",
         pad="<pad>",
     ),
-    "mixtral": Family("<s> </s> <unk>", "</s>", has_bos=True, adds_bos=True, spaces=True, ends="</s>"),
+    "mixtral": Family("<s> </s> <unk>", "</s>", adds_bos=True, spaces=True, ends="</s>"),
     "phi3": Family(
         "<s> <unk> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>",
         "<|endoftext|>",
@@ -109,12 +107,8 @@ FAMILIES = {
         ends="<|end|> <|endoftext|>",
         pad="<|endoftext|>",
     ),
-    "gemma2": Family(
-        _GEMMA, "<eos>", has_bos=True, adds_bos=True, spaces=True, ends="<eos> <end_of_turn>", pad="<pad>"
-    ),
-    "gemma3": Family(
-        _GEMMA, "<eos>", has_bos=True, adds_bos=True, spaces=True, ends="<eos> <end_of_turn>", pad="<pad>"
-    ),
+    "gemma2": Family(_GEMMA, "<eos>", adds_bos=True, spaces=True, ends="<eos> <end_of_turn>", pad="<pad>"),
+    "gemma3": Family(_GEMMA, "<eos>", adds_bos=True, spaces=True, ends="<eos> <end_of_turn>", pad="<pad>"),
     "qwen2_5": _qwen("<tool_call> </tool_call>"),
     "qwen3": _qwen(),
     "qwen3_2507": _qwen(),
@@ -212,10 +206,10 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family of ``FAMILIES``."""
     family = FAMILIES[name]
     special = family.special.split()
-    core = _sentencepiece(special) if family.spaces else _bytes()
+    core = _sentencepiece(special) if family.spaces else byte_pairs(CORPUS * 4, 320)
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     core.add_tokens([AddedToken(text, normalized=False) for text in family.words.split()])
-    bos = special[0] if family.has_bos else None
+    bos = special[0] if family.has_bos or family.adds_bos else None
     if family.adds_bos and bos is not None:
         core.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, core.token_to_id(bos))]
@@ -227,14 +221,13 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _bytes() -> Tokenizer:
-    """Byte pairs with a few merges."""
+def byte_pairs(texts: Sequence[str], size: int, special: Sequence[str] = ()) -> Tokenizer:
+    """Bytes, and as many merges as there is room for, by how often they are in some texts."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    core.train_from_iterator(CORPUS * 4, trainer)
+    options: dict[str, Any] = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=[*special], **options))
     return core
 
 

@@ -163,6 +163,48 @@ def polled(worker: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
     return results
 
 
+@contextlib.contextmanager
+def infer_worker(context: StrategyContext, num_gpus: int = 0) -> Iterator[Any]:
+    """An ``InferWorker`` in a Ray of its own, which takes weights and adapters from the object store, too."""
+    import ray
+
+    from roll.pipeline.workers import InferWorker
+
+    class Worker(InferWorker):
+        async def update(self, refs: list[Any]) -> None:
+            await self.strategy.update_weights(self.buckets(refs), 1)
+
+        async def adapt(self, refs: list[Any]) -> None:
+            await self.strategy.update_adapter(self.buckets(refs), 2)
+
+        async def buckets(self, refs: list[Any]) -> AsyncIterator[WeightBucket]:
+            for ref in refs:
+                yield await ref
+
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    try:
+        kind: Any = ray.remote(num_cpus=1, num_gpus=num_gpus)(Worker)
+        worker = kind.remote("actor_infer", 0, 1, {"OMP_NUM_THREADS": "1"})
+        ray.get(worker.setup.remote(context), timeout=300)
+        yield worker
+    finally:
+        ray.shutdown()
+
+
+def put_buckets(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """Tensors for ``infer_worker``."""
+    import ray
+
+    return [ray.put(bucket) for bucket in pack_buckets(tensors.items(), BUCKET_BYTES)]
+
+
+def assert_polled_greedy(worker: Any, requests: Sequence[GenerateRequest], model: PreTrainedModel) -> None:
+    results = polled(worker, requests)
+    for request in requests:
+        expected = greedy_oracle(model, request.prompt_ids, request.params.max_new_tokens)
+        assert results[request.request_id].token_ids.tolist() == expected
+
+
 async def staggered(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
     """Each request enters a little after the one before, so that steps hold old and new ones."""
 
@@ -173,7 +215,7 @@ async def staggered(engine: Any, requests: Iterable[GenerateRequest]) -> list[Co
     return list(await asyncio.gather(*(later(i, r) for i, r in enumerate(requests))))
 
 
-def greedy_oracle(model: PreTrainedModel, prompt: np.ndarray, max_new_tokens: int, **options: Any) -> list[int]:
+def greedy_oracle(model: Any, prompt: np.ndarray, max_new_tokens: int, **options: Any) -> list[int]:
     ids = torch.from_numpy(prompt)[None]
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, **options
@@ -236,7 +278,7 @@ async def buckets_of(tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_B
         yield bucket
 
 
-def make_adapter(base_path: str, seed: int, spec: LoraSpec = LORA) -> tuple[dict[str, Tensor], PreTrainedModel]:
+def make_adapter(base_path: str, seed: int, spec: LoraSpec = LORA) -> tuple[dict[str, Tensor], Any]:
     """A random adapter as peft's state dict, and the model with it merged by peft."""
     import peft
 

@@ -1,6 +1,5 @@
 """Every causal language model that Transformers knows, tiny and random, made of its configuration class alone."""
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -244,17 +243,16 @@ def packing_differences(config: PreTrainedConfig) -> dict[str, float]:
         Largest differences by how the row is computed: with a plan of attention, by positions, and with shared
         prompts; as far as the model can do it.
     """
-    found = {}
+    found, generator = {}, torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
+    shared = [torch.cat([rows[1][:10], row]) for row in rows]
     for kernel in ("sdpa", "eager"):
         try:
             model = tiny_model(config, attn_implementation=kernel)
         except ValueError:
             continue
         with torch.no_grad():
-            rows = _rows(model)
-            alone = [_alone(model, row) for row in rows]
-            shared = [torch.cat([rows[1][:10], row]) for row in rows]
-            alone_shared = [_alone(model, row) for row in shared]
+            alone, alone_shared = ([_alone(model, row) for row in each] for each in (rows, shared))
             scorer = TokenScorer(model)
             plans = planned_attention.enable(model)
             if kernel == "sdpa" or not plans:  # FlashAttention goes by positions with all models that have sdpa
@@ -264,11 +262,6 @@ def packing_differences(config: PreTrainedConfig) -> dict[str, float]:
             if planned_attention.enable_sharing(model):
                 found["shared"] = _shared_difference(scorer, shared, alone_shared)
     return found
-
-
-def _rows(model: PreTrainedModel) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
 def _alone(model: PreTrainedModel, row: Tensor) -> Tensor:
@@ -323,7 +316,7 @@ def measured(family: str) -> tuple[dict[str, Any] | None, str]:
     values = config.get_text_config().to_dict()
     right = {name: set(kinds(values.get(name))) for name in watched(config)}
     for change in variants(config):
-        found = attempt(functools.partial(_changed_differences, family, change))
+        found = attempt(lambda given: packing_differences(tiny_config(family, **given)), change)
         if found and not isinstance(found, str) and worst_of(found) <= BOUND:
             positions = max(positions, found.get("sdpa", 0.0))
             for name in change.keys() & right.keys():
@@ -334,13 +327,9 @@ def measured(family: str) -> tuple[dict[str, Any] | None, str]:
     return entry | ({"positions": False} if positions > BOUND else {}), ""
 
 
-def _changed_differences(family: str, change: dict[str, Any]) -> dict[str, float]:
-    return packing_differences(tiny_config(family, **change))
-
-
-def attempt(make: Callable[[], Any]) -> Any:
+def attempt(make: Callable[..., Any], *given: Any) -> Any:
     """What it makes, or why it cannot, in words."""
     try:
-        return make()
+        return make(*given)
     except Exception as error:  # of whatever kind a model's code raises for sizes or options that it does not take
         return f"{type(error).__name__}: {error}"

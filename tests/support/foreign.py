@@ -3,24 +3,18 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from roll.models.tiny import tiny_config
+from tests.support.chat_families import byte_pairs
 
 TEXTS = ["the answer is 42", "hello, the √2 of 日本 — 12 and 30", "naïve\n\n  café </s> <|im_end|", "x", ""]
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
     """It writes words of ``TEXTS`` as a token or two, where the tiny one has bytes; its texts begin with ``<s>``."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>"]
-    core.train_from_iterator(
-        TEXTS * 5, trainers.BpeTrainer(vocab_size=310, special_tokens=special, initial_alphabet=alphabet)
-    )
+    core = byte_pairs(TEXTS * 5, 310, ["<s>", "</s>"])
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
 

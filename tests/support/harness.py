@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from roll.algorithms.distillation import build_distill_loss
 from roll.algorithms.preferences import build_preference_loss, build_reward_loss
 from roll.algorithms.quantities import BASIC, Divergence, Quantity
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.types import LossFn
 from roll.configs.distill import DistillLossConfig
 from roll.configs.preference import PreferenceConfig, RewardLossConfig
 from roll.configs.teacher import DivergenceConfig
@@ -41,18 +41,18 @@ from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
 from tests.support.choice import needs
 from tests.support.collectives import Entry, compare, counts, read, recording
+from tests.support.contract import weights_of
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, unmodified
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
-from tests.support.sizes import sizes
+from tests.support.sizes import FOUR_EXPERTS, sizes
+from tests.support.trainers import ENTROPY_COEF, TEMPERATURE, VOCABULARY, policy_loss
+from tests.support.trainers import make_context as context_of
 
-TEMPERATURE = 0.8
-ENTROPY_COEF = 0.01
 MAX_GRAD_NORM = 0.5  # clips some of the steps
 RECORD = "ROLL_PARITY_FIGURES"
 """Environment variable: a file that gets every figure as a line of JSON (``scripts/generate_strategy_docs.py``)."""
 NUM_STEPS = 3 if os.environ.get(RECORD) else 2  # the tables of the documentation are of three
-VOCABULARY = 61  # divides by nothing: vocabulary-parallel layers must pad
 TEACHER_VOCABULARY, TEACHER_WIDTH = 67, 40
 KD_TEMPERATURE = 1.25
 LONGEST = 24
@@ -88,7 +88,7 @@ class Layout:
     training_args: dict[str, Any] = field(default_factory=dict)
     """Such as ``per_device_train_batch_size``; the optimizer's own stay as in ``TRAINING``."""
     model: str = "qwen2"
-    """One of ``MODELS``, or a folder that is there."""
+    """One of ``make_model``'s kinds, or a folder that is there."""
     task: str = "policy"
     """What is learnt: one of ``TASKS``."""
     lora: LoraSpec | None = None
@@ -144,9 +144,6 @@ class Figures:
     """Why there are no figures, or how the ranks do not fit together."""
 
 
-MODELS = ("qwen2", "qwen2_untied", "qwen2_scores", "llama", "qwen3", "qwen3_moe")
-
-
 def make_model(path: Path, kind: str) -> Path:
     """A random model of four layers with grouped-query attention; ``qwen2_scores`` is a classifier with one output."""
     import transformers
@@ -160,13 +157,7 @@ def make_model(path: Path, kind: str) -> Path:
         "bos_token_id": None,
         "pad_token_id": 0,
     }
-    moe = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-        "head_dim": 8,
-    }
+    moe = {**FOUR_EXPERTS, "norm_topk_prob": True, "head_dim": 8}
     family = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}.get(kind, "Qwen2")
     extra = {"qwen3": {"head_dim": 16}, "qwen3_moe": moe, "qwen2_scores": {"num_labels": 1}}.get(kind, {})
     config = getattr(transformers, f"{family}Config")(**shape, **extra)
@@ -210,14 +201,6 @@ def make_groups(step: int) -> Batch:
     masks = [torch.arange(len(row)) >= len(prompts[number // 3]) for number, row in enumerate(rows)]
     advantages_T = torch.randn(int(lengths.sum()), generator=generator)
     return Batch(lengths, torch.cat(rows), torch.cat(masks), advantages_T=advantages_T)
-
-
-def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    """REINFORCE with an entropy bonus, mean over the step's tokens."""
-    gain_T = batch.advantages_T.to(scores.logprobs_T.device) * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
-    mask_T = batch.loss_mask_T.to(gain_T.device)
-    entropy = (scores.entropy_T.detach() * mask_T).sum() / context.num_tokens
-    return LossOutput(-(gain_T * mask_T).sum() / context.num_tokens, {"actor/entropy": entropy})
 
 
 @dataclass(frozen=True)
@@ -299,7 +282,7 @@ def oracle(
         losses.append(loss.item())
         measured.append(value)
     after_T = _oracle_scores(model, task)
-    weights = checkpoint_weights(model) if lora is None else adapter_weights(model)
+    weights = weights_of(model) if lora is None else adapter_weights(model)
     return Expected(before_T, after_T, losses, measured, norms, weights, told_TE)
 
 
@@ -331,17 +314,6 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
-
-
-def checkpoint_weights(model: Any) -> dict[str, Tensor]:
-    """A model's weights as its checkpoint names them, tied ones once."""
-    from roll.models.loading import to_hf_weights
-
-    return {
-        name: tensor
-        for parameter_name, parameter in model.named_parameters()
-        for name, tensor in to_hf_weights(model, parameter_name, parameter.detach()).items()
-    }
 
 
 class _Exact(TorchFunctionMode):
@@ -522,8 +494,8 @@ def make_teacher(path: Path) -> None:
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size": TEACHER_WIDTH}
-    LlamaConfig(vocab_size=TEACHER_VOCABULARY, tie_word_embeddings=False, **sizes).save_pretrained(path)
+    shape = sizes(TEACHER_VOCABULARY, TEACHER_WIDTH, 48, 1, 4, 4)
+    LlamaConfig(**shape, tie_word_embeddings=False).save_pretrained(path)
     save_file({"lm_head.weight": teacher_weight()}, path / "model.safetensors")
 
 
@@ -696,33 +668,25 @@ def _oracle_scores(model: Any, task: Task) -> Tensor:
 
 
 def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext:
-    worker = WorkerConfig.model_validate(
-        {
-            "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, **layout.model_args},
-            "training_args": TRAINING | layout.training_args,
-            "strategy_args": {"strategy_name": layout.strategy, "strategy_config": layout.strategy_config},
-            "infer_batch_size": 4,
-            "world_size": layout.world_size,
-            **layout.worker,
-        }
-    )
     divergence = TASKS[layout.task].divergence
     needs: tuple[Quantity, ...] = BASIC
     if divergence is not None:
         teacher = None if divergence.logits_topk else str(model_path.parent / "teacher")
         needs += (Divergence(divergence, KD_TEMPERATURE, teacher, VOCABULARY if teacher else None),)
-    return StrategyContext(
-        worker=worker,
+    return context_of(
+        model_path,
+        layout.strategy,
+        layout.strategy_config,
+        model_args=layout.model_args,
+        training_args=TRAINING | layout.training_args,
+        worker={"infer_batch_size": 4, "world_size": layout.world_size, **layout.worker},
         needs=needs,
-        role="actor_train",
         head="score" if TASKS[layout.task].scores else "lm",
         pictures=TASKS[layout.task].pictures,
-        model_path=str(model_path),
         rank=rank,
         world_size=layout.world_size,
         lora=layout.lora,
         seed=SEED,
-        temperature=TEMPERATURE,
         max_grad_norm=MAX_GRAD_NORM,
         total_optimizer_steps=TOTAL_STEPS,
         sequence_length=LONGEST,
@@ -738,9 +702,13 @@ def started(layout: Layout, model_path: Path, rank: int = 0) -> Any:
     return trainer
 
 
+def own_rows(trainer: Any, batch: Batch) -> Tensor:
+    return batch.split(trainer.info.dp_size)[trainer.info.dp_rank]
+
+
 def share(trainer: Any, batch: Batch) -> Batch:
     """What a trainer's rank gets of a batch."""
-    return batch.select(batch.split(trainer.info.dp_size)[trainer.info.dp_rank])
+    return batch.select(own_rows(trainer, batch))
 
 
 def take_steps(trainer: Any, *steps: int) -> None:
@@ -822,24 +790,18 @@ def measure_here(layout: Layout, folder: Path, out: Path) -> Figures:
 
 def _run(layout: Layout, model_path: Path, rank: int, out: Path) -> dict[str, Any]:
     strategy, task = started(layout, model_path, rank), TASKS[layout.task]
-    info = strategy.info
-
-    def scores() -> tuple[Tensor, Tensor]:
-        batch = task.batch(0)
-        part = batch.split(info.dp_size)[info.dp_rank]
-        return batch.token_index(part), _scored(strategy, batch.select(part))
+    first = task.batch(0)
+    mine, index_T = share(strategy, first), first.token_index(own_rows(strategy, first))
 
     if layout.world_size > 1:
         _weights(strategy, layout)  # first of all, as a run that sends them to its generators
-    result: dict[str, Any] = {"before": scores(), "metrics": []}
+    result: dict[str, Any] = {"before": (index_T, _scored(strategy, mine)), "metrics": []}
     if layout.task.startswith("routed"):
-        batch = task.batch(0).replace(experts_TE=None)
-        part = batch.split(info.dp_size)[info.dp_rank]
-        result["told"] = batch.token_index(part), strategy.logprobs(batch.select(part)).experts_TE
+        result["told"] = index_T, strategy.logprobs(mine.replace(experts_TE=None)).experts_TE
     for step in range(NUM_STEPS):
         result["metrics"].append(strategy.train_step(share(strategy, task.batch(step)), task.loss))
-    result["after"] = scores()
-    result["neighbour"] = _influence(strategy, share(strategy, task.batch(0)), result["after"][1])
+    result["after"] = index_T, _scored(strategy, mine)
+    result["neighbour"] = _influence(strategy, mine, result["after"][1])
     result["weights"] = _weights(strategy, layout)
     if layout.saved:
         strategy.save_model(out)

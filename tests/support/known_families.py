@@ -7,19 +7,11 @@ from typing import Any
 
 import torch
 
+from tests.support import megatron_models
 from tests.support.families import tiny_config, tiny_model
-from tests.support.megatron_models import LLAMA3
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 2.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+YARN = megatron_models.YARN | {"factor": 2.0, "original_max_position_embeddings": 16}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -56,7 +48,7 @@ class Known:
 
 
 KNOWN: dict[str, Known] = {
-    "llama3": Known("Llama 3", "llama", {"rope_parameters": LLAMA3}, scores=True, megatron=True),
+    "llama3": Known("Llama 3", "llama", {"rope_parameters": megatron_models.LLAMA3}, scores=True, megatron=True),
     "mistral": Known("Mistral", "mistral", {"sliding_window": 8}, megatron=True),
     "phi3": Known("Phi-3, Phi-4 (14B)", "phi3", {"sliding_window": 8}, megatron=True),
     "phi4_mini": Known(

@@ -1,6 +1,7 @@
 """Tiny random models of every class that converts to Megatron-Core, each with something in it that could go wrong."""
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -26,24 +27,18 @@ from transformers import (
     SmolLM3Config,
 )
 
-from roll.models.loading import to_hf_weights
 from roll.models.megatron.config import MegatronModelConfig, megatron_config
 from roll.models.megatron.families import EMBEDDING, FINAL_NORM, OUTPUT, Entry, ExpertModules
 from roll.models.megatron.names import ParallelLayout, fuse, layer_entries, source, split_reader
 from roll.models.stored import StoredTensor
+from tests.support.contract import weights_of
+from tests.support.sizes import FOUR_EXPERTS, sizes
 
 ModuleSet = Literal["local", "te"]
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 97,  # divides by nothing, so that every tensor-parallel size pads it
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+VOCABULARY = 97  # divides by nothing, so that every tensor-parallel size pads it
+SHAPE: dict[str, Any] = sizes(VOCABULARY, 32, 48, 3, 4, 2) | {"max_position_embeddings": 128}
+EXPERTS: dict[str, Any] = FOUR_EXPERTS
 SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -132,18 +127,13 @@ def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 def checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:
     """Its weights as a model folder names and shapes them; of gpt-oss, whose experts are in one tensor, one by one."""
-    weights: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        weights.update(to_hf_weights(model, name, parameter.detach()))
+    weights = weights_of(model)
     converted = megatron_config(model.config)
     if not converted.family.experts.alternating:
         return weights
-    names = [
-        hf
-        for name in parameter_names(converted, ParallelLayout(tuple(range(converted.num_layers))), "local")
-        for group in source(name, converted, ParallelLayout(tuple(range(converted.num_layers)))).hf
-        for hf in group
-    ]
+    alone = ParallelLayout(tuple(range(converted.num_layers)))
+    groups = [source(name, converted, alone).hf for name in parameter_names(converted, alone, "local")]
+    names = itertools.chain.from_iterable(itertools.chain.from_iterable(groups))
     read = split_reader(lambda name: StoredTensor.of(weights[name]), converted.family)
     split = {name: read(name).contiguous() for name in names}
     again = dict(fuse(split.items(), converted.family, converted.num_experts))

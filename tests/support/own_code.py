@@ -4,6 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers
+
+from roll.models.tiny import make_tokenizer
+from tests.support.contract import random_model
+
 CONFIGURATION = """
 from transformers import Qwen2Config
 
@@ -52,7 +57,6 @@ class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
 FILES = {"configuration_own.py": CONFIGURATION, "modeling_own.py": MODELING, "tokenization_own.py": TOKENIZATION}
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def make_model(folder: Path, kind: str = "CausalLM", logit_factor: float = 1, **config: Any) -> Path:
@@ -64,24 +68,10 @@ def make_model(folder: Path, kind: str = "CausalLM", logit_factor: float = 1, **
         logit_factor: what its code multiplies the output layer's result by, besides the minus before its input.
         config: entries of the model's configuration.
     """
-    import torch
-    import transformers
-
-    from roll.models.tiny import make_tokenizer
-
-    tokenizer = make_tokenizer()
-    sizes = transformers.Qwen2Config(
-        vocab_size=len(tokenizer),
-        num_hidden_layers=2,
-        initializer_range=0.15,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **SHAPE,
-        **config,
-    )
-    torch.manual_seed(0)
-    getattr(transformers, f"Qwen2For{kind}")(sizes).float().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model_class = getattr(transformers, f"Qwen2For{kind}")
+    random_model(transformers.Qwen2Config, model_class, 0, **heads, **config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     for name, text in FILES.items():
         (folder / name).write_text(text.replace("LOGIT_FACTOR", str(logit_factor)))
     own = {

@@ -18,9 +18,9 @@ from roll.distributed.strategy.evidence import pictured_prompt, probe_picture, p
 from roll.distributed.weights.buckets import as_tensor
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.probe import PROMPTED, SAMPLED, Bound, find_causes
+from roll.pipeline.probe import PROMPTED, SAMPLED, Bound, find_causes, other_prompt
 from roll.utils.foreign import replaced
-from tests.support.contract import context_of
+from tests.support.contract import LORA, buckets_of, context_of, load, weights_of
 from tests.support.trainers import make_context
 
 
@@ -126,6 +126,31 @@ def started_seeing(engine: str, path: Path, options: Any = None) -> Pair:
     generator = STRATEGIES.get(engine)(context)
     generator.setup()
     return seeing_pair(path, generator)
+
+
+def causes_in(family: str, engine: str, path: str, options: Any = None) -> list[str]:
+    """What is found where two ``experts`` are exchanged, or where the model ``untied`` is without its adapter again."""
+    pair = started(engine, Path(path), LORA if family == "untied" else None, options)
+    try:
+        assert not pair.causes()
+        if family == "experts":
+            names = [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (0, 1)]
+            pair.spoil = lambda tensors: exchange(*(tensors[name] for name in names))
+            pair.update()
+        else:
+            asyncio.run(pair.generator.update_weights(buckets_of(weights_of(load(path))), 1))
+        return pair.causes()
+    finally:
+        pair.generator.shutdown()
+
+
+def assert_names_another_template(generator: Any) -> None:
+    """A probe that was written by ChatML finds nothing of a generator with this template, and another one at once."""
+    own, found = probe_prompt(make_tokenizer(), "chatml"), []
+    for template in ("chatml", "qwen2"):
+        with replaced(generator, context=replace(generator.context, template=template)):
+            found.append(other_prompt(own, generator.settings()))
+    assert not found[0] and found[1].startswith("template or tokenizer")
 
 
 def seeing_pair(path: Path, generator: Any) -> Pair:

@@ -15,9 +15,7 @@ import openai
 from roll.agentic.tools.dialects import dialect
 from roll.configs.agent import AgentConfig
 from roll.data.prompts import Prompt
-from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tokenizer
 from roll.rewards.types import RewardResult, Sample
 from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.endpoint.server import Endpoint
@@ -25,9 +23,8 @@ from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.prompt_worker import PromptEnv
 from roll.rollout.types import Trajectory
+from tests.support.rollouts import RENDERER, TOKENIZER
 
-TOKENIZER = make_tokenizer()
-RENDERER = ChatRenderer(TOKENIZER)
 LIMITS = LengthLimits(prompt_length=1900, sequence_length=2000)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 PARAMS = SamplingParams(max_new_tokens=300)

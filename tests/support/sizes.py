@@ -1,5 +1,7 @@
 """Sizes of tiny models, as Transformers names them."""
 
+FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 
 def sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
     return {

@@ -13,7 +13,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext
 
-VOCABULARY = 61
+VOCABULARY = 61  # divides by nothing: vocabulary-parallel layers must pad
 TEMPERATURE = 0.8
 ENTROPY_COEF = 0.01
 
@@ -81,10 +81,11 @@ def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> Loss
         error = (scores.values_T - batch.advantages_T)[batch.loss_mask_T].square().sum() / context.num_tokens
         return LossOutput(error, {"critic/error": error.detach()})
     assert scores.logprobs_T is not None and scores.entropy_T is not None
-    gain_T = batch.advantages_T * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
+    mask_T, advantages_T = (each.to(scores.logprobs_T.device) for each in (batch.loss_mask_T, batch.advantages_T))
+    gain_T = advantages_T * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
     if scores.kl_T is not None:
         gain_T = gain_T - scores.kl_T
-    loss = -gain_T[batch.loss_mask_T].sum() / context.num_tokens
+    loss = -gain_T[mask_T].sum() / context.num_tokens
     totals = {"actor/entropy": scores.entropy_T, "actor/logprob": scores.logprobs_T}
     return LossOutput(loss, {name: total_T.detach().sum() / context.num_tokens for name, total_T in totals.items()})
 

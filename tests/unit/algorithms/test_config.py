@@ -48,6 +48,7 @@ def last_key(keys: dict[str, Any]) -> str:
 
 BYPASS = {"train_infer_correction": {"bypass": True}}
 WEIGHTS = {"train_infer_correction": {"is_weight": {"enabled": True}}}
+GDPO = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,12 @@ WEIGHTS = {"train_infer_correction": {"is_weight": {"enabled": True}}}
         ({"use_kl_loss": True, "kl_loss_coef": 0.0}, "above 0"),
         ({"adv_estimator": "remax", "whiten_rewards": True}, "remax"),
         ({"adv_estimator": "maxrl", "norm_mean_type": "group"}, "maxrl, which needs rewards of at least 0"),
+        ({"adv_estimator": "grpo", "gdpo_reward_keys": ["a"]}, "read with gdpo"),
+        ({"adv_estimator": "gdpo", "gdpo_reward_keys": []}, "at least one name, every one once"),
+        ({"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "a"]}, "at least one name, every one once"),
+        ({**GDPO, "gdpo_reward_weights": [1.0]}, "2 numbers: one for each"),
+        ({**GDPO, "norm_mean_type": "group"}, "gdpo, which reads separate rewards"),
+        ({**GDPO, "overlong_buffer": {"len": 2, "enable": True}}, "gdpo, which reads separate rewards"),
         ({"overlong_buffer": {"enable": True, "len": 0}}, "at least 1"),
         ({"overlong_buffer": {"enable": True, "max_length": 8, "len": 9}}, "at most the limit of 8"),
         ({"mask_type": "all"}, "max_len_mask"),

@@ -1,15 +1,13 @@
 """Losses against loops in float64, by finite differences, and under every way of splitting a batch."""
 
-import itertools
 import math
 import pickle
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,7 +45,7 @@ from tests.support.algorithms_batches import (
     rows_of,
 )
 from tests.support.examples import examples
-from tests.support.imitation import Imitator
+from tests.support.imitation import Imitator, Talk, talk
 from tests.support.trainers import make_context
 
 seeds = st.integers(0, 2**32 - 1)
@@ -95,8 +93,7 @@ def oracle_policy_loss(scores: TokenScores, batch: Batch, config: AlgorithmConfi
 @given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans(), plain=st.booleans(), full=st.booleans())
 def test_policy_loss_is_the_loop(seed, mode, history, plain, full):
     batch, scores = make_batch(seed, history)
-    if not batch.loss_mask_T.any():
-        return
+    assume(batch.loss_mask_T.any())
     keys = {} if plain else EVERYTHING | ({"kl_penalty": "full"} if full else {})
     config = AlgorithmConfig(loss_agg_mode=mode, **keys)
     got = build_policy_loss(config)(scores, batch, context(batch)).loss.item()
@@ -107,8 +104,7 @@ def test_policy_loss_is_the_loop(seed, mode, history, plain, full):
 @given(seed=seeds, mode=st.sampled_from(MODES), turns=st.booleans(), clip=st.sampled_from([None, 0.5]))
 def test_value_loss_is_the_loop(seed, mode, turns, clip):
     batch, scores = make_batch(seed)
-    if not batch.loss_mask_T.any():
-        return
+    assume(batch.loss_mask_T.any())
     config = AlgorithmConfig(loss_agg_mode=mode, turn_level_gae=turns, value_clip=clip, value_loss_coef=0.7)
     mask_T = value_mask(batch, config)
     rows, per_token = rows_of(batch, mask_T), {}
@@ -167,26 +163,20 @@ def test_what_the_value_loss_reads_travels_to_the_critic():
         assert columns_read(loss_fn, batch, scores) <= VALUE_READS
 
 
-def test_sft_loss_is_the_mean_negative_log_likelihood():
-    batch, scores = make_batch(5)
-    out = build_sft_loss()(scores, batch, context(batch))
-    assert out.loss.item() == pytest.approx(-scores.logprobs_T[batch.loss_mask_T].mean().item())
-    assert out.metrics["sft/loss"].item() == out.loss.item()
-
-
 @examples(40)
-@given(seed=seeds, mode=st.sampled_from(MODES), parts=st.integers(1, 6), critic=st.booleans(), turns=st.booleans())
-def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(seed, mode, parts, critic, turns):
+@given(seed=seeds, mode=st.sampled_from(MODES), parts=st.integers(1, 6))
+@pytest.mark.parametrize(
+    ("build", "keys"),
+    [
+        (build_policy_loss, EVERYTHING),
+        (build_policy_loss, EVERYTHING | {"kl_penalty": "full"}),
+        *((build_value_loss, {"value_clip": 0.5, "turn_level_gae": turns}) for turns in (False, True)),
+    ],
+)
+def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(build, keys, seed, mode, parts):
     batch, scores = make_batch(seed, history=False)  # rows of one trajectory land in different parts
-    if not batch.loss_mask_T.any():
-        return
-    if critic:
-        config = AlgorithmConfig(loss_agg_mode=mode, value_clip=0.5, turn_level_gae=turns)
-        loss_fn = build_value_loss(config)
-    else:
-        keys = EVERYTHING | ({"kl_penalty": "full"} if turns else {})
-        loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode=mode, **keys))
-    assert_any_split_adds_up(loss_fn, scores, batch, parts, seed)
+    assume(batch.loss_mask_T.any())
+    assert_any_split_adds_up(build(AlgorithmConfig(loss_agg_mode=mode, **keys)), scores, batch, parts, seed)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -279,10 +269,10 @@ def test_metrics_of_the_policy():
     ratio = (scores.logprobs_T - batch.old_logprobs_T)[on].exp()
     adv = batch.advantages_T[on]
     clipped = ((ratio > 1.2) & (adv > 0)) | ((ratio < 0.8) & (adv < 0))
-    assert metrics["actor/ratio_mean"].item() == pytest.approx(ratio.mean().item())
-    assert metrics["actor/clip_frac"].item() == pytest.approx(clipped.double().mean().item())
-    assert metrics["actor/approx_kl"].item() == pytest.approx((ratio - 1 - ratio.log()).mean().item())
-    assert metrics["actor/entropy"].item() == pytest.approx(scores.entropy_T[on].mean().item())
+    means = {"ratio_mean": ratio, "clip_frac": clipped.double(), "approx_kl": ratio - 1 - ratio.log()}
+    means |= {"entropy": scores.entropy_T[on]}
+    expected = {name: each.mean().item() for name, each in means.items()}
+    assert {name: metrics[f"actor/{name}"].item() for name in expected} == pytest.approx(expected)
     assert not any(isinstance(v, Tensor) and v.requires_grad for v in metrics.values())
 
 
@@ -474,8 +464,7 @@ def oracle(
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_loss_and_gradient_are_their_definition(name, sampling, seed, mode, history):
     batch, scores = make_batch(seed, history)
-    if not batch.loss_mask_T.any():
-        return
+    assume(batch.loss_mask_T.any())
     config = AlgorithmConfig(loss_agg_mode=mode, **keys_of(name, sampling))
     assert not list(config.problems())
     rows = rows_of(batch, batch.loss_mask_T)
@@ -495,8 +484,7 @@ def test_loss_and_gradient_are_their_definition(name, sampling, seed, mode, hist
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_any_split_adds_up(name, sampling, seed, parts, weighted):
     batch, scores = make_batch(seed, history=False)
-    if not batch.loss_mask_T.any():
-        return
+    assume(batch.loss_mask_T.any())
     if weighted:
         batch = batch.replace(weights_T=torch.rand(batch.num_tokens) + 0.5)
     assert_any_split_adds_up(build_policy_loss(AlgorithmConfig(**keys_of(name, sampling))), scores, batch, parts, seed)
@@ -565,14 +553,9 @@ def test_losses_have_the_names_of_the_configuration_or_are_reached_by_path_and_t
     assert tuple(POLICY_LOSSES.names()) == tuple(PG_VARIANTS)
 
 
-TURNS = [
-    ["3 + 4", "7"],
-    ["Up?", "Up", "again", "Down Down", "?", "ok"],
-    ["a", "an answer of many tokens, so that means differ"],
-    ["b", "Left", "c", "Right"],
-]
-TALKS = [
-    *([*zip(itertools.cycle(("user", "assistant")), turns, strict=False)] for turns in TURNS),
+TALKS: list[Talk] = [
+    *map(talk, range(3)),
+    [("user", "a"), ("assistant", "an answer of many tokens, so that means differ")],
     [("system", "S"), ("user", "a longer question than the others"), ("assistant", "yes")],
 ]
 
@@ -599,30 +582,23 @@ class Probed(Fsdp2Train):
         super().apply_gradients(rate, norm)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sft") / "tiny"
-    make_tiny_model(path, seed=3)
-    return path
-
-
-@pytest.fixture(scope="module")
-def batch() -> Batch:
+def batch_of_talks() -> Batch:
     renderer = ChatRenderer(make_tokenizer())
-    rows = [renderer.conversation([{"role": role, "content": text} for role, text in talk]) for talk in TALKS]
+    rows = [renderer.conversation([{"role": role, "content": text} for role, text in spoken]) for spoken in TALKS]
     lengths_B = torch.tensor([len(ids) for ids, _ in rows])
     tokens_T, mask_T = (torch.cat([torch.from_numpy(row[i]) for row in rows]) for i in range(2))
     return Batch(lengths_B, tokens_T, mask_T)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model, batch, mode):
-    oracle = Imitator(model)
+def test_the_step_is_that_of_float64_however_the_conversations_are_cut(tmp_path, mode):
+    make_tiny_model(tmp_path, seed=3)
+    oracle, batch = Imitator(tmp_path), batch_of_talks()
     loss = oracle.loss(TALKS, per_row=mode != "token-mean")
     loss.backward()
     for name, cutting in CUTTINGS.items():
         options = {"temperature": 1.0, "max_grad_norm": 1e9, "needs": SFT_NEEDS, **cutting}
-        trainer = Probed(make_context(model, "fsdp2_train", **options))
+        trainer = Probed(make_context(tmp_path, "fsdp2_train", **options))
         trainer.setup()
         scores = trainer.logprobs(batch)
         assert float(scores.top1_T[batch.loss_mask_T].mean()) == pytest.approx(oracle.accuracy(TALKS)), name

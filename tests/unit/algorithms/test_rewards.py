@@ -187,19 +187,15 @@ def test_estimators_follow_their_formula_also_far_out(kind):
     assert got.tolist() == pytest.approx([estimated_kl(kind, x) for x in d.tolist()], rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KL_ESTIMATORS.names() if kind.endswith("+")])
-def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind):
+@pytest.mark.parametrize("kind", KL_ESTIMATORS.names())
+def test_gradients_are_the_estimators_own_or_with_a_plus_that_of_k2(kind):
     logprobs = torch.tensor([-0.3, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([-0.5, -0.4, -9.5], dtype=torch.float64)
-    kl_divergence(logprobs, ref, kind).sum().backward()
-    torch.testing.assert_close(logprobs.grad, logprobs.detach() - ref)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KL_ESTIMATORS.names() if not kind.endswith("+")])
-def test_gradients_flow_to_the_policy(kind):
-    logprobs = torch.tensor([-0.3, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([-0.5, -0.4, -2.5], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: kl_divergence(x, ref, kind), (logprobs,))
+    ref = torch.tensor([-0.5, -0.4, -9.5 if kind.endswith("+") else -2.5], dtype=torch.float64)
+    if kind.endswith("+"):
+        kl_divergence(logprobs, ref, kind).sum().backward()
+        torch.testing.assert_close(logprobs.grad, logprobs.detach() - ref)
+    else:
+        assert torch.autograd.gradcheck(lambda x: kl_divergence(x, ref, kind), (logprobs,))
 
 
 def test_k1_and_k3_estimate_the_true_divergence_and_every_documented_name_is_registered():
@@ -398,9 +394,6 @@ def test_rewards_that_are_not_finite_are_refused():
         shape_rewards(batch, AlgorithmConfig().reward, RunningStats())
 
 
-KEYS = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"]}
-
-
 @examples(60)
 @given(seed=seeds, history=st.booleans(), weights=st.sampled_from([None, [1.0, 0.25], [0.0, 2.0]]))
 def test_rewards_are_normalised_apart_and_summed(seed, history, weights):
@@ -409,7 +402,8 @@ def test_rewards_are_normalised_apart_and_summed(seed, history, weights):
     generator = torch.Generator().manual_seed(seed % 2**31)
     parts = torch.randn(len(episodes), 2, generator=generator).round(decimals=1)
     batch = batch.replace(parts_BK=parts[batch.traj_B])
-    out = compute_advantages(batch, AlgorithmConfig(**KEYS, gdpo_reward_weights=weights))
+    keys = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": weights}
+    out = compute_advantages(batch, AlgorithmConfig(**keys))
     of = {id(e): own for e, own in zip(episodes, parts.tolist(), strict=True)}
     plain, returns = {}, {}
     for members in by_group(played(episodes)).values():
@@ -427,22 +421,6 @@ def test_rewards_are_normalised_apart_and_summed(seed, history, weights):
     if spread > 1e-6:
         assert_close(out, out.advantages_T, {i: (x - mean) / (spread + 1e-8) ** 0.5 for i, x in plain.items()}, 1e-4)
     assert_close(out, out.returns_T, returns)
-
-
-@pytest.mark.parametrize(
-    ("keys", "path"),
-    [
-        ({"adv_estimator": "grpo"}, "gdpo_reward_keys"),
-        ({"gdpo_reward_keys": []}, "gdpo_reward_keys"),
-        ({"gdpo_reward_keys": ["a", "a"]}, "gdpo_reward_keys"),
-        ({"gdpo_reward_weights": [1.0]}, "gdpo_reward_weights"),
-        ({"norm_mean_type": "group"}, "norm_mean_type"),
-        ({"overlong_buffer": {"enable": True, "len": 2}}, "overlong_buffer.enable"),
-    ],
-)
-def test_what_gdpo_does_not_read_is_refused(keys, path):
-    config = AlgorithmConfig.model_validate(KEYS | keys)
-    assert [problem.path for problem in config.problems()] == [path]
 
 
 def test_every_domain_has_the_verifiers_that_are_named():

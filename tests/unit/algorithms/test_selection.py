@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -325,8 +325,7 @@ def test_what_the_losses_read_must_be_finite(column, bad):
         select_for_policy(batch.replace(**{column: values}), AlgorithmConfig().parts, seed=0)
 
 
-LEVELS = ["token", "segment", "geometric", "sequence"]
-levels = st.sampled_from(LEVELS)
+levels = st.sampled_from(["token", "segment", "geometric", "sequence"])
 
 
 def corrected(**keys: Any) -> AlgorithmConfig:
@@ -370,8 +369,7 @@ def test_importance_weights_are_their_definition(seed, history, level, bound):
 def test_normalised_weights_have_mean_one_over_what_they_are_of(seed, history, level):
     episodes = random_episodes(seed)
     batch = to_batch(episodes, history, seed)
-    if not batch.loss_mask_T.any():
-        return
+    assume(batch.loss_mask_T.any())
     keys = {"enabled": True, "weight_type": level}
     plain, _ = select_for_policy(batch, corrected(is_weight=keys).parts, seed=0)
     scaled, _ = select_for_policy(batch, corrected(is_weight={**keys, "batch_normalize": True}).parts, seed=0)
@@ -443,8 +441,7 @@ def test_filters_keep_what_lies_within_all_their_bounds(seed, history, level, ra
 @given(seed=seeds, level=levels, parts=st.integers(1, 5))
 def test_weights_with_gradient_are_computed_in_the_loss(seed, level, parts):
     batch, scores = make_batch(seed)
-    if not batch.loss_mask_T.any():
-        return
+    assume(batch.loss_mask_T.any())
     batch = batch.replace(rollout_logprobs_T=batch.ref_logprobs_T)
     is_weight = {"enabled": True, "weight_type": level, "upper_bound": 2.5, "detach": False}
     config = corrected(is_weight=is_weight)
@@ -520,8 +517,7 @@ def sampled_by(batch: Batch, seed: int) -> Tensor:
 def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo(seed, bound, parts):
     """The clipped ratio new to proximal policy, times the truncated ratio of the latter to the one that sampled."""
     batch, scores = make_batch(seed)
-    if not batch.loss_mask_T.any():
-        return
+    assume(batch.loss_mask_T.any())
     batch = with_versions(batch, seed)
     batch = batch.replace(rollout_logprobs_T=sampled_by(batch, seed))
     config = corrected(is_weight={"enabled": True, "upper_bound": bound})

@@ -4,6 +4,7 @@ import csv
 import datetime
 import decimal
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_every_bad_line_of_json_lines_has_its_number(tmp_path):
     lines = [
         b'\xef\xbb\xbf{"n": 1}',  # a byte order mark is no error
         b'{"n": 1,}',
-        b"",
+        b" \r",
         b'["n"]',
         b'{"n": "\xff"}',
         b'{"n": 2}\r',
@@ -366,8 +367,9 @@ def test_a_value_that_nothing_can_read_is_a_problem_only_for_its_reader(tmp_path
     with pytest.raises(RowError, match="column 'map': "):
         lookup(first, "map")
     digits = "7" * 5000
-    for name, text in (("a.jsonl", f'{{"n": {digits}, "m": 1}}\n'), ("a.json", f'[{{"n": {digits}, "m": 1}}]')):
-        assert read(write(tmp_path / name, text)) == [{"n": digits, "m": 1}]
+    text = f'{{"n": {digits}, "m": Infinity}}'
+    for name, written in (("a.jsonl", f"{text}\n"), ("a.json", f"[{text}]")):
+        assert read(write(tmp_path / name, written)) == [{"n": digits, "m": math.inf}]
 
 
 def test_numpy_values_become_json_values():

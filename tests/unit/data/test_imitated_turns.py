@@ -14,11 +14,11 @@ from roll.data.prompt_rows import read_messages
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.template_check import LeftOut
 from roll.data.templates import ChatTemplate
-from tests.support.chat_families import ADD_CALL, ADD_RESULT, ADD_TOOL, FAMILIES, MARKS, family_tokenizer
+from tests.support.chat_families import ADD_CALL as CALL
+from tests.support.chat_families import ADD_RESULT as RESULT
+from tests.support.chat_families import ADD_TOOL, FAMILIES, MARKS, family_tokenizer
 from tests.support.talks import SYSTEM, says
 from tests.support.talks import user as asks
-
-TOOLS, CALL, RESULT = [ADD_TOOL], ADD_CALL, ADD_RESULT
 
 
 def thinks(number: int, *, beside: bool) -> Message:
@@ -58,16 +58,12 @@ def variables(name: str) -> dict[str, bool]:
     return {"thinking": True} if name == THINKING else {}
 
 
-def for_template(name: str, messages: Sequence[Message]) -> list[Message]:
+def rendered(name: str, messages: Sequence[Message], *, opens: bool, tools: bool) -> list[int]:
     """The conversation as the family's template wants it, by what its authors document."""
     renamed = {"reasoning_content": "thinking"} if name == "gpt_oss" else {}
-    return [{renamed.get(key, key): value for key, value in message.items()} for message in messages]
-
-
-def rendered(name: str, messages: Sequence[Message], *, opens: bool, tools: bool) -> list[int]:
     return family_tokenizer(family_of(name)).apply_chat_template(
-        for_template(name, messages),
-        tools=TOOLS if tools else None,
+        [{renamed.get(key, key): value for key, value in message.items()} for message in messages],
+        tools=[ADD_TOOL] if tools else None,
         add_generation_prompt=opens,
         tokenize=True,
         return_dict=False,
@@ -114,7 +110,7 @@ def test_what_is_learned_is_what_the_template_writes_behind_the_prompt(name, cas
     if "<think>" in renderer.opening and "</think>" not in renderer.opening:
         opened = "<think>" if name == THINKING else "<think>\n"
     expected = list(turns(name, messages, tools))
-    made = renderer.rows(messages, tools=TOOLS if tools else None)
+    made = renderer.rows(messages, tools=[ADD_TOOL] if tools else None)
     spans = []
     for ids, mask in made:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))

@@ -1,4 +1,4 @@
-"""Pictures, alone, in conversations and in rows: ids and numbers of the model's processor; refusals in words."""
+"""Pictures and videos, alone, in conversations and in rows: ids and numbers of the model's processor; refusals."""
 
 import base64
 import io
@@ -9,38 +9,63 @@ import sys
 import threading
 import time
 import zlib
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from jinja2 import TemplateError
 from PIL import Image
 from pyarrow import parquet
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from roll.configs.data import DataArguments
 from roll.configs.preference import MarginColumns
 from roll.data import addresses
 from roll.data.columns import Item
 from roll.data.conversations import encode_talk, load_conversations
-from roll.data.files import DataError
+from roll.data.files import DataError, Problems
 from roll.data.identity import items_along, vocabulary_ids
-from roll.data.pictures import PictureError, Pictures, Reach
+from roll.data.pictures import PictureError, Pictures, Reach, Source, Video
 from roll.data.preferences import load_preferences
 from roll.data.prompts import check_prompts, load_prompts
+from roll.data.questions import read_questions
 from roll.data.reading import Reading
 from roll.data.renderer import ChatRenderer, items_of
 from roll.data.row_pictures import read_sources, with_items
 from roll.data.tool_messages import text_of
+from roll.data.videos import shown as seen_in
+from roll.data.videos import video_source
 from tests.support.lines import write_lines
-from tests.support.picture_models import FAMILIES, IMAGE, make_processor, make_tokenizer, png
+from tests.support.picture_models import FAMILIES, IMAGE, PROCESSOR, VIDEO, make_processor, make_tokenizer, png
 from tests.support.talks import says, user
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_processor(tmp_path_factory.mktemp("processor"))
+
+
+@pytest.fixture(scope="module")
+def pictures(folder):
+    return Pictures.of(folder)
+
+
+@pytest.fixture(scope="module")
+def renderer(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return ChatRenderer(tokenizer, pictures=Pictures(folder, tokenizer=tokenizer))
 
 
 def noise(height, width, channels=3):
@@ -51,6 +76,22 @@ def encoded(image, kind="PNG", **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+FRAMES = np.random.default_rng(0).integers(0, 256, (20, 28, 56, 3), dtype=np.uint8)
+OWN = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}, **PROCESSOR}
+
+
+def pillow(frames):
+    return [Image.fromarray(pixels) for pixels in frames]
+
+
+def animation(kind="GIF", frames=FRAMES, duration=100, **options):
+    first, *rest = pillow(frames)
+    return encoded(first, kind, save_all=True, append_images=rest, duration=duration, **options)
+
+
+GIF = animation()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -172,11 +213,6 @@ def bomb():
     )
 
 
-def frames(kind):
-    first, *others = [Image.fromarray(noise(56, 84) // part) for part in (1, 2, 3, 4)]
-    return encoded(first, kind, save_all=True, append_images=others)
-
-
 WHOLE = encoded(Image.fromarray(noise(56, 84)))
 
 
@@ -189,7 +225,7 @@ WHOLE = encoded(Image.fromarray(noise(56, 84)))
         (b"hello", "no picture"),
         (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
         (b"\0\0\0\x20ftypheic", "heic"),
-        *((frames(kind), "4 frames") for kind in ("GIF", "PNG", "WEBP", "TIFF")),
+        *((animation(kind, FRAMES[:4]), "4 frames") for kind in ("GIF", "PNG", "WEBP", "TIFF")),
         (bomb(), "pixels"),
         (noise(1, 400), "aspect ratio"),
         (noise(56, 84).astype(np.float32), "float32"),
@@ -255,11 +291,9 @@ def test_content_ids_are_kept_no_longer_than_their_picture(folder):
 
 
 def asks(*parts):
-    """A message of texts and pictures."""
-    shown = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return user(shown)
+    """A message of texts, pictures and videos."""
+    kinds = {str: "text", Video: "video"}
+    return user([{"type": (kind := kinds.get(type(part), "image")), kind: part} for part in parts])
 
 
 @pytest.mark.parametrize("template", ["native", "tests/support/chat_templates/qwen3_5.jinja"])
@@ -329,6 +363,9 @@ def write(folder, *rows, name="rows.jsonl"):
     (folder / "sub").mkdir(exist_ok=True)
     (folder / "one.png").write_bytes(ONE)
     (folder / "sub/two.png").write_bytes(TWO)
+    for number in range(4):
+        (folder / f"{number}.png").write_bytes(png(FRAMES[number]))
+    (folder / "a.gif").write_bytes(GIF)
     if name.endswith("parquet"):
         parquet.write_table(pyarrow.Table.from_pylist([*rows]), folder / name)
         return folder / name
@@ -536,6 +573,14 @@ def test_a_picture_counts_as_many_tokens_as_it_has(renderer, tmp_path):
         (row(part(type="input_audio", input_audio={})), "sound is not supported"),
         (row([says(part(type="image", image="one.png"))]), "not supported here"),
         (row("<image>", None, image="one.png"), "data_args.image: image"),
+        (row("<video>", videos=[["0.png", "1.png"]] * 2), "1 places for videos .* but 2 videos"),
+        (row("<video>", videos=[["0.png", "nothing.png"]]), r"videos\[0\]: frame 1: '.*nothing.png': no such file"),
+        (row("<video>", videos=["rows.jsonl"]), r"videos\[0\]: no picture"),
+        (row("<video>", videos=["../rows.jsonl"]), "outside of"),
+        (row("<video>", videos=[["0.png", "/etc/passwd"]]), "outside of"),
+        (row([{"type": "video", "video": "a.gif", "fps": 1.0}]), r"content\[0\].fps: got 1.0, expected no such"),
+        (row([{"type": "audio", "audio": "a.wav"}]), "text, pictures and videos: sound is not supported"),
+        (row([{"type": "video"}]), r"1 places for videos .* but 0 videos \(no column 'videos'\)"),
     ],
 )
 def test_what_is_wrong_is_told_by_file_line_and_column(renderer, tmp_path, given, reason):
@@ -601,3 +646,289 @@ def test_both_sides_of_a_pair_have_the_pictures(renderer, tmp_path):
         (chosen,), (rejected,) = loaded.batch.items_I
         assert chosen is rejected and chosen.data.shape == (28, 28, 3)
         assert loaded.questions[0].has_pictures
+
+
+# --- videos
+
+
+def film(frames=FRAMES, rate=10, kind="mp4", codec="mpeg4"):
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.height, stream.width = frames.shape[1:3]
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def video_of(pictures, value, *, blank=False, video_folder=Path("/")):
+    found = seen_in(pictures, video_source(value, "it", Reach(None, video_folder=video_folder)), blank=blank)
+    assert isinstance(found, Video)
+    return found
+
+
+def frames_of(video):
+    return np.concatenate([item.data for item in video.items])
+
+
+def bounded(folder, **rules):
+    return Pictures(folder, videos=rules)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_ids_and_numbers_of_a_video_are_those_of_the_models_processor(pictures, renderer, count):
+    """Transformers' own code but for resizing, which needs torchvision, of frames that have their size."""
+    own = Qwen3VLVideoProcessor(**OWN)
+    processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    processor.video_processor, processor.video_token = own, VIDEO
+    processor.vision_start_token, processor.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    values = torch.from_numpy(FRAMES[:count]).permute(0, 3, 1, 2).float()[None]
+    patches, *grid = own.patchify((values / 255 - 0.5) / 0.5, 14, 2, 2)
+    told = SimpleNamespace(fps=2, frames_indices=[*range(count)])
+    words = processor.replace_video_token({"video_grid_thw": np.array([grid]), "video_metadata": [told]}, 0)
+
+    video = video_of(pictures, pillow(FRAMES[:count]))
+    assert [item.data.shape for item in video.items] == [(2, 28, 56, 3)] * -(-count // 2)
+    assert (frames_of(video)[:count] == FRAMES[:count]).all() and (frames_of(video)[-1] == FRAMES[count - 1]).all()
+    found = pictures.inputs(video.items)
+    np.testing.assert_allclose(found["pixel_values"], patches[0], atol=1e-6)
+    assert found["image_grid_thw"].tolist() == [[1, 2, 4]] * len(video.items)
+    again = pictures.inputs_by_processor(video.items)
+    assert all(found[name].tobytes() == again[name].tobytes() for name in found)
+    messages = [asks(video, "<0")]
+    text = renderer.text(messages, open_assistant=True)
+    assert text.count(VIDEO) == 1
+    ids = renderer.prompt(messages)
+    assert vocabulary_ids(ids).tolist() == make_tokenizer().encode(text.replace(VIDEO, words))
+    assert (ids < 0).sum() == sum(len(pictures.content(item)) for item in video.items) == 2 * len(video.items)
+    assert items_of(messages) == video.items
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="tests/support/torchvision_alone")
+@pytest.mark.parametrize("kind", ["gif", "mp4"])
+def test_a_file_is_what_the_unmodified_processor_makes_of_its_frames(folder, renderer, kind):
+    """Which frames, their times, ids, and numbers where nothing is resized."""
+    data = GIF if kind == "gif" else film()
+    video = video_of(Pictures(folder), data)
+    processor = Qwen3VLProcessor(
+        image_processor=renderer.pictures._processor.image_processor,
+        tokenizer=renderer.tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**OWN),
+    )
+    whole = frames_of(video_of(bounded(folder, fps=1e3, max_frames=100), data))
+    metadata = {"fps": 10, "total_num_frames": 20, "frames_indices": None, "duration": 2.0}
+    messages = [asks(video, "?")]
+    expected = processor(
+        text=renderer.text(messages, open_assistant=True),
+        videos=[torch.from_numpy(whole).permute(0, 3, 1, 2)],
+        video_metadata=[metadata],
+        return_tensors="pt",
+    )
+    assert expected["input_ids"][0].tolist() == vocabulary_ids(renderer.prompt(messages)).tolist()
+    values = renderer.pictures.inputs(video.items)["pixel_values"]
+    np.testing.assert_allclose(values, expected["pixel_values_videos"], atol=1e-6)
+
+
+def test_the_numbers_differ_from_a_pictures_where_the_processor_says_so(pictures):
+    video = video_of(pictures, pillow(FRAMES[:1]) * 2)
+    values = pictures.inputs([Item(FRAMES[0]), video.items[0]])["pixel_values"]
+    assert values.shape[0] == 16 and abs(values[:8] - values[8:]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("rules", "size"),
+    [
+        ({}, (280, 392)),
+        ({"max_pixels": 28 * 28 * 4}, (28, 84)),
+        ({"total_pixels": 28 * 28 * 8}, (28, 84)),
+        ({"min_pixels": 28 * 28 * 6, "total_pixels": 1}, (56, 84)),
+    ],
+)
+def test_bounds_on_the_pixels_of_videos(folder, rules, size):
+    """As Transformers has them: of a frame, or of all."""
+    large = np.random.default_rng(1).integers(0, 256, (4, 280, 392, 3), dtype=np.uint8)
+    own = json.loads((folder / "video_preprocessor_config.json").read_text())
+    assert own["size"]["longest_edge"] == 28 * 28 * 64
+    video = video_of(bounded(folder, **rules), pillow(large))
+    high, wide = video.items[0].data.shape[1:3]
+    assert (high % 28, wide % 28) == (0, 0)
+    if not rules:
+        assert 4 * high * wide <= 28 * 28 * 64
+    else:
+        assert abs(high - size[0]) <= 28 and abs(wide - size[1]) <= 28
+    blank = video_of(bounded(folder, **rules), pillow(large), blank=True)
+    assert [each.data.shape for each in blank.items] == [each.data.shape for each in video.items]
+    assert not blank.items[0].data.any() and blank.times == video.times
+
+
+def test_frames_in_a_list_are_all_taken(folder):
+    video = video_of(bounded(folder, fps=4.0), [png(each) for each in FRAMES[:7]])
+    assert video.times == (0, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
+    assert (frames_of(video)[:7] == FRAMES[:7]).all()
+    assert video_of(bounded(folder, fps=4.0), {"frames": [{"bytes": png(each)} for each in FRAMES[:7]]}) == video
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animation_has_its_frames_taken_by_its_times(folder, kind):
+    data = animation(kind, **({"lossless": True} if kind == "WEBP" else {}))
+    whole = video_of(bounded(folder, fps=100.0), data)
+    assert whole.times == tuple(number / 10 for number in range(20))
+    if kind != "GIF":  # of 256 colours
+        assert (frames_of(whole) == FRAMES).all()
+    two = video_of(bounded(folder, fps=4.0), data)  # 8 of 2 seconds
+    numbers = np.linspace(0, 19, 8).round().astype(int)
+    assert (frames_of(two) == frames_of(whole)[numbers]).all()
+    np.testing.assert_allclose(two.times, numbers / 10)
+    assert len(video_of(bounded(folder, fps=4.0, max_frames=6), data).times) == 6
+
+
+def test_times_of_an_animation_may_differ(folder):
+    data = animation(frames=FRAMES[:4], duration=[100, 500, 200, 50])
+    np.testing.assert_allclose(video_of(bounded(folder, fps=100.0), data).times, [0, 0.1, 0.6, 0.8])
+    assert video_of(bounded(folder, fps=4.0), animation(frames=FRAMES[:4], duration=0)).times == (0, 0.25, 0.5, 0.75)
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("mp4", "mpeg4"), ("matroska", "ffv1"), ("avi", "mpeg4")])
+def test_a_film(folder, kind, codec):
+    data = film(kind=kind, codec=codec)
+    video = video_of(bounded(folder, fps=3.0), data)  # 6 of 2 seconds
+    numbers = np.linspace(0, 19, 6).round().astype(int)
+    np.testing.assert_allclose(video.times, numbers / 10, atol=1e-3)
+    if codec == "ffv1":
+        away = np.abs(frames_of(video).astype(int) - FRAMES[numbers].astype(int))
+        assert np.median(away) < 40, "its colours are coded at half the size"
+    with pytest.raises(PictureError, match=r"unreadable|cut off: frames of 0.[0-9] of [12].0 seconds"):
+        video_of(bounded(folder), data[: len(data) // 2])
+
+
+def test_a_film_needs_a_package(pictures, monkeypatch):
+    monkeypatch.setattr("roll.data.videos.find_spec", lambda _: None)
+    with pytest.raises(PictureError, match=r"it: a film, which the package av reads: pip install 'roll-rl\[video\]'"):
+        video_of(pictures, b"\0\0\0\x18ftypmp42" + bytes(20))
+
+
+def test_a_folder_of_numbered_frames(pictures, tmp_path):
+    for number in range(8, 12):
+        (tmp_path / f"shot 2 frame{number}.png").write_bytes(png(FRAMES[number]))
+    video = video_of(pictures, tmp_path.name, video_folder=tmp_path.parent)
+    assert (frames_of(video) == FRAMES[8:12]).all() and video.times == (0, 0.5, 1, 1.5)
+    (tmp_path / "shot 2 frame13.png").write_bytes(png(FRAMES[0]))
+    with pytest.raises(PictureError, match="frame 11 is followed by 13, expected numbers at equal distances"):
+        video_of(pictures, tmp_path.name, video_folder=tmp_path.parent)
+    (tmp_path / "note.txt").write_text("x")
+    with pytest.raises(PictureError, match=r"'note.txt' has no number"):
+        video_of(pictures, tmp_path.name, video_folder=tmp_path.parent)
+    with pytest.raises(PictureError, match="outside of"):
+        video_of(pictures, "..", video_folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([], "0 frames, expected at least 2"),
+        ([png(FRAMES[0])], "1 frames, expected at least 2"),
+        ([png(FRAMES[0])] * 9, r"9 frames, expected at most 8 \(data_args.video_max_frames\)"),
+        ([png(FRAMES[0]), png(FRAMES[0])[:60]], "frame 1: unreadable"),
+        ([png(FRAMES[0]), png(FRAMES[0, :14])], "frame 1 has 56 x 14 pixels, the first one 56 x 28; expected one"),
+        ([png(FRAMES[0]), "https://example.org/a.png"], "frame 1: .*not fetched from addresses"),
+        ([png(FRAMES[0]), GIF], "frame 1: 20 frames, expected one picture"),
+        (png(FRAMES[0]), "1 frames in a PNG, expected a video"),
+        (GIF[:3000], "frame [0-9]+: unreadable|unreadable"),
+        (b"nonsense", "no picture"),
+        ("https://example.org/a.mp4", "not fetched from addresses"),
+        ("nothing.mp4", "no such file"),
+        (pillow(np.zeros((2, 28, 28 * 300, 3), np.uint8)), "processor refuses it .*aspect ratio"),
+        (None, "null, expected a video"),
+    ],
+)
+def test_a_video_that_cannot_be_used_is_refused(folder, value, reason):
+    with pytest.raises(PictureError, match=f"^it.*(?:{reason})"):
+        video_of(bounded(folder, max_frames=8), value)
+
+
+def test_models_and_processors_that_are_known_otherwise_are_refused(tmp_path):
+    for family, changed, reason in (
+        ("llava", {}, "no video_preprocessor_config.json; expected Qwen3VLVideoProcessor"),
+        ("qwen3_vl", {"video_processor_type": "Other"}, "its video processor is Other; expected Qwen3"),
+        ("qwen3_vl", {"patch_size": 16}, "different {'patch_size': \\(16, 14\\)}"),
+        ("qwen3_vl", {"cap_pixels_per_frame": True}, "has cap_pixels_per_frame"),
+    ):
+        path = make_processor(tmp_path / f"{family} {sorted(changed)}", family)
+        if changed:
+            file = path / "video_preprocessor_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+        with pytest.raises(PictureError, match=reason):
+            video_of(Pictures(path), pillow(FRAMES[:2]))
+
+
+def load_checked(folder, renderer, *rows, refused=None, **keys):
+    path = write(folder, *rows)
+    check_prompts(Reading(arguments(path, **keys), 0, head=10, refused=refused or {}), None, renderer)
+    return load(path, renderer, refused, **keys)
+
+
+def test_videos_in_columns_marks_and_parts(renderer, tmp_path):
+    frames = ["0.png", "1.png", "2.png"]
+    rows = [
+        row("a <video> b <image> c <video>", videos=[frames, "a.gif"], images=["3.png"]),
+        row([{"type": "video", "video": frames}, text("?")]),
+        row([{"type": "video"}, text("<video>")], videos=[frames, frames]),
+        row("?", videos="a.gif"),
+        row("a literal <video>"),
+    ]
+    data = load_checked(tmp_path, renderer, *rows)
+    words = [text_of(prompt.messages[0]["content"]) for prompt in data]
+    assert words == ["a <video> b <image> c <video>", "<video>?", "<video><video>", "<video>?", "a literal <video>"]
+    assert [prompt.has_pictures for prompt in data] == [True] * 4 + [False]
+    sent = [read_sources(prompt.messages) for prompt in data]
+    made = [with_items(messages, renderer.pictures) for messages in sent]
+    assert [len(items_of(messages)) for messages in made] == [2 + 2 + 1, 2, 2, 2, 0]
+    ids = [renderer.prompt(messages) for messages in made]
+    blank = [renderer.prompt(with_items(m.messages, renderer.pictures, blank=True)) for m in data]
+    assert [len(each) for each in ids] == [len(each) for each in blank]
+    assert [(each < 0).sum() for each in ids] == [4 + 4 + 2, 4, 8, 4, 0]
+
+
+def test_a_column_of_videos_of_another_name(renderer, tmp_path):
+    with pytest.raises(DataError, match=r"<video> in its words and a column 'video', but no column 'videos'"):
+        load_checked(tmp_path, renderer, row("<video>", video="a.gif"))
+    (prompt,) = load_checked(tmp_path, renderer, row("<video>", video="a.gif"), video="video")
+    assert prompt.has_pictures
+    with pytest.raises(DataError, match=r"a part of type 'video', expected only text and pictures: videos are not"):
+        load_checked(tmp_path, renderer, row([{"type": "video", "video": "a.gif"}]), video=None)
+
+
+def test_videos_in_conversations_and_commands(renderer, tmp_path):
+    """Rows to imitate have videos; those of a command that answers questions are refused."""
+    talks = load_talks(write(tmp_path, row(talk("<video>?"), videos="a.gif")), renderer)
+    assert talks.has_pictures and all(item.data.ndim == 4 for item in talks.batch.items_I[0])
+    problems = Problems()
+    path = write(tmp_path, row("<video>?", videos="a.gif"))
+    assert not list(read_questions([str(path)], None, problems))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: column 'videos': videos are not read here"):
+        problems.raise_any()
+
+
+def test_rows_that_must_have_no_videos(renderer, tmp_path):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 1 videos, but it is blind \(data_args.video: null"):
+        load_checked(tmp_path, renderer, row("?", videos="a.gif", images="1.png"), refused={"video": "it is blind"})
+    with pytest.raises(DataError, match=r"1 pictures and 1 videos, but the model has no processor"):
+        load_checked(tmp_path, ChatRenderer(renderer.tokenizer), row("?", videos="a.gif", images="1.png"))
+
+
+def test_a_template_that_writes_no_video(renderer):
+    video = Video((Item(np.zeros((2, 28, 28, 3), np.uint8)),), (0.0, 0.5))
+    plain = ChatRenderer(renderer.tokenizer, "{% for m in messages %}x{% endfor %}", renderer.pictures)
+    with pytest.raises(TemplateError, match=r"it writes <\|video_pad\|> 0 times for 1 videos"):
+        plain.prompt([asks(video)])
+
+
+def test_the_processors_rule_for_frames_and_a_source_is_a_picture_unless_it_says_otherwise(pictures):
+    assert Source(1, "x") == Source(1, "x", is_video=False)
+    own = Qwen3VLVideoProcessor(**OWN)
+    for total, rate in ((20, 10), (3, 25), (300, 30), (4000, 24), (61, 30)):
+        expected = own.sample_frames(SimpleNamespace(total_num_frames=total, fps=rate))
+        assert pictures.videos.chosen(total, Fraction(total, rate)) == expected.tolist()

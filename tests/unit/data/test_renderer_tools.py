@@ -68,12 +68,9 @@ def schema(text: str = "Adds.") -> Tool:
 
 def count(renderer: ChatRenderer, ids: IntArray) -> Counter[str]:
     """Control tokens by their text."""
-    family = renderer.tokenizer.added_tokens_decoder
-    return Counter(str(family[index]) for index in ids.tolist() if index in family and _is_control(family[index]))
-
-
-def _is_control(token: AddedToken) -> bool:
-    return token.special or "｜" in token.content
+    added = renderer.tokenizer.added_tokens_decoder
+    control = {index: str(token) for index, token in added.items() if token.special or "｜" in token.content}
+    return Counter(control[index] for index in ids.tolist() if index in control)
 
 
 # Every way of a text into ids: what it says must arrive as letters.

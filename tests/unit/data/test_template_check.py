@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 
 from roll.agentic.tools.dialects import dialect, parsers
-from roll.agentic.tools.tool import AssistantTurn, ToolSchema, call_id
+from roll.agentic.tools.tool import AssistantTurn, call_id
 from roll.configs.data import DataArguments
 from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
@@ -25,6 +25,7 @@ from roll.models.tiny import make_tokenizer
 from roll.pipeline.prompts import load_datasets
 from roll.preflight.choices import CHECKS
 from roll.rollout.tokenization_audit import compare_tokens, first_difference
+from tests.support.chat_families import ADD_TOOL as ADD
 from tests.support.chat_families import FAMILIES, family_tokenizer
 from tests.support.lines import write_lines
 from tests.support.talks import says, user
@@ -196,7 +197,6 @@ def test_plain_chatml_has_no_problem():
     )
 
 
-ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}}).as_openai()
 ASKED = [user("left or right?")]
 
 
