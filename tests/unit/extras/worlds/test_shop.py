@@ -16,6 +16,7 @@ from roll.extras.worlds.shop import Catalogue, Goal, Product, ShopEnv, catalogue
 from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
+from tests.support.tags import answer
 
 SMALL = {"kinds": ["hat", "mug"], "attributes": {"colour": ["blue", "red"], "size": ["large", "small"]}, "num_shown": 1}
 PRODUCTS = [
@@ -24,10 +25,6 @@ PRODUCTS = [
     Product("mug", ("blue", "small"), 7),
     Product("hat", ("red", "small"), 9),
 ]
-
-
-def answer(command: str) -> str:
-    return f"<answer>{command}</answer>"
 
 
 def call(name: str, **arguments: object) -> str:
