@@ -1,16 +1,15 @@
 """ChatLearn's files: what becomes of its models, lengths, defaults and devices."""
 
+from functools import partial
+
 import pytest
 import yaml
 
 from roll.configs.rlvr import RLVRConfig
-from tests.unit.extras.importers.imported import GIVEN, IMPOSSIBLE, TO_DO, Import, imported
+from tests.unit.extras.importers.imported import GIVEN, IMPOSSIBLE, TO_DO, imported
 
 TRAINER = "models.policy_trainer"
-
-
-def chatlearn(*words: str, text: str = "", lost: set[str] | None = None) -> Import:
-    return imported("chatlearn", *words, text=text, lost=lost)
+chatlearn = partial(imported, "chatlearn")
 
 
 def policy(**changes: object) -> str:
