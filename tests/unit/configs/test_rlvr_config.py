@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.__main__ import main
+from roll.configs import SHIPPED
 from roll.configs.agent import AgentConfig, AgentSandboxConfig
 from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
@@ -72,6 +73,26 @@ def problems(load: Load) -> Problems:
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
 VERIFIER, FILTER = "rewards.maths.verifiers", "rewards.maths.query_filter_config"
 ARGS, SAMPLING = "actor_train.training_args", "actor_infer.generating_args"
+AGENTS = [
+    # the section; the key that is told of; words of the message
+    ("{}", "command", "a value, since type is process"),
+    ("{command: [echo], url: 'http://x'}", "url", "no such key with type process"),
+    ("{type: url, url: 'localhost:1'}", "url", "begins with http:// or https://"),
+    ("{type: python, path: 'json:loads', cwd: /tmp}", "cwd", "which starts no command"),
+    ("{type: python, path: 'nowhere.at_all:f'}", "path", "there is no nowhere.at_all"),
+    ("{type: python, path: 'no/such.py:f'}", "path", "there is no no/such.py"),
+    ("{type: python, path: 'no path'}", "path", "package.module:attribute"),
+    ("{command: [echo], dialect: hermez}", "dialect", "a tool dialect"),
+    ("{type: url, url: 'http://x', sandbox: {}}", "sandbox", "which starts no command"),
+    ("{command: [echo], reward: verify}", "verify", "a command that writes the reward"),
+    ("{command: [echo], verify: [judge]}", "verify", "no such key with reward task"),
+    ("{type: url, url: 'http://x', reward: verify}", "reward", "verify judges the folder"),
+    ("{command: [echo], cwd: /tmp, sandbox: {}}", "cwd", "null with sandbox"),
+    ("{command: [echo], cwd: /no/where}", "cwd", "an existing folder"),
+    ("{command: [echo], template: /no/where}", "template", "an existing folder"),
+    ("{command: [echo], sandbox: {readable: [/no/where]}}", "sandbox.readable.0", "an existing file or folder"),
+    ("{command: [echo], sandbox: {memory_mb: 1}}", "sandbox.memory_mb", "64"),
+]
 WRONG = [
     # overrides; the key that is told of; words of the message
     (["~rewards"], "rewards", "at least one reward domain"),
@@ -88,10 +109,7 @@ WRONG = [
     (["rewards.maths.tag_included=[]"], "rewards.maths.tag_included", "at least 1"),
     ([f"{VERIFIER}=[]"], VERIFIER, "at least 1"),
     ([f"{VERIFIER}=[{{name: gms8k}}]"], f"{VERIFIER}.0.name", "did you mean gsm8k"),
-    ([f"{VERIFIER}=[{{name: 'no.such:Thing'}}]"], f"{VERIFIER}.0.name", "a class that can be imported"),
-    ([f"{VERIFIER}=[{{name: 'collections:Counter'}}]"], f"{VERIFIER}.0.name", "a subclass of roll.rewards.Verifier"),
     ([f"{VERIFIER}=[{{name: gsm8k, args: {{metod: x}}}}]"], f"{VERIFIER}.0.args.metod", "method"),
-    ([f"{VERIFIER}=[{{name: gsm8k, decides: false}}]"], f"{VERIFIER}", "at least one that may decide"),
     (["rewards.maths.max_error_rate=1.5"], "rewards.maths.max_error_rate", "1"),
     (["rewards.maths.timeout=0"], "rewards.maths.timeout", "0"),
     ([f"{FILTER}={{type: mean_filter, low: 0.5, high: 0.5}}"], f"{FILTER}.high", "more than low = 0.5"),
@@ -139,6 +157,7 @@ WRONG = [
     (["sequence_length=149"], "sequence_length", "expected at least 150"),
     (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
     (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
+    *(([f"agent={section}"], f"agent.{key}", message) for section, key, message in AGENTS),
 ]  # fmt: skip
 
 
@@ -194,34 +213,6 @@ def test_the_arithmetic_is_told_in_words_also_of_an_evaluation_alone(load):
         "2 optimizer steps × 3 epochs = 6 per step, 60 in all; 4 micro-batches per device and optimizer step, "
         "16 samples",
     ]
-
-
-AGENTS = [
-    # the section; the key that is told of; words of the message
-    ("{}", "command", "a value, since type is process"),
-    ("{command: [echo], url: 'http://x'}", "url", "no such key with type process"),
-    ("{type: url, url: 'localhost:1'}", "url", "begins with http:// or https://"),
-    ("{type: python, path: 'json:loads', cwd: /tmp}", "cwd", "which starts no command"),
-    ("{type: python, path: 'nowhere.at_all:f'}", "path", "there is no nowhere.at_all"),
-    ("{type: python, path: 'no/such.py:f'}", "path", "there is no no/such.py"),
-    ("{type: python, path: 'no path'}", "path", "package.module:attribute"),
-    ("{command: [echo], dialect: hermez}", "dialect", "a tool dialect"),
-    ("{type: url, url: 'http://x', sandbox: {}}", "sandbox", "which starts no command"),
-    ("{command: [echo], reward: verify}", "verify", "a command that writes the reward"),
-    ("{command: [echo], verify: [judge]}", "verify", "no such key with reward task"),
-    ("{type: url, url: 'http://x', reward: verify}", "reward", "verify judges the folder"),
-    ("{command: [echo], cwd: /tmp, sandbox: {}}", "cwd", "null with sandbox"),
-    ("{command: [echo], cwd: /no/where}", "cwd", "an existing folder"),
-    ("{command: [echo], template: /no/where}", "template", "an existing folder"),
-    ("{command: [echo], sandbox: {readable: [/no/where]}}", "sandbox.readable.0", "an existing file or folder"),
-    ("{command: [echo], sandbox: {memory_mb: 1}}", "sandbox.memory_mb", "64"),
-]
-
-
-@pytest.mark.parametrize(("section", "key", "told"), AGENTS)
-def test_agent_programs_that_cannot_be_run_are_refused(problems, section, key, told):
-    found = problems(f"agent={section}")
-    assert found.keys() == {f"agent.{key}"} and told in found[f"agent.{key}"]
 
 
 def test_an_agent_program_is_accepted_and_what_is_wrong_with_one_is_told_at_once(load, problems):
@@ -299,9 +290,6 @@ def test_kept_sets_are_for_those_who_tell_and_take_them(load, problems):
     scored = "reference={strategy_args: {strategy_name: vllm}, device_mapping: [0]}"
     assert "0 with reference's vllm" in problems(kept, truncated, "use_kl_loss=true", "kl_loss_coef=0.1", scored)[key]
     assert "0 with online_dpo" in problems(kept, truncated, *ONLINE)[key]
-
-
-SHIPPED = Path(__file__).parents[3] / "examples" / "config"
 
 
 def problems_of(name: str, *overrides: str) -> dict[str, str]:

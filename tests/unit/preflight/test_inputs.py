@@ -39,6 +39,7 @@ from tests.support.picture_models import make_processor
 Load = Callable[..., RLVRConfig]
 LOADERS = {"sft_math": load_sft_data, "dpo_math": load_pairs}
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
+TRAINER = "actor_train.strategy_args.strategy_name"
 MEGATRON = "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {context_parallel_size: 2}}"
 FILTER = "rewards.arithmetic.query_filter_config"
 
@@ -153,17 +154,13 @@ SEEING = f"rewards.arithmetic.verifiers=[{{name: judge, args: {JUDGE}}}]"
             "seed=7",
             "pretrain is of the family qwen2_5_vl, expected one that was compared on videos: qwen3",
         ),
-        (
-            "qwen3_vl",
-            "actor_train.strategy_args.strategy_name=deepspeed_train",
-            f"actor_train's deepspeed_train {ALONE}",
-        ),
+        ("qwen3_vl", f"{TRAINER}=deepspeed_train", f"actor_train's deepspeed_train {ALONE}"),
         ("qwen3_vl", "actor_infer.strategy_args.strategy_name=sglang", f"actor_infer's sglang {ALONE}"),
         ("qwen3_vl", "agent={command: [x], pictures: true}", "agent is set: programs get text and pictures"),
         (
             "qwen3_vl",
             SEEING,
-            "rewards.arithmetic has a verifier that sees pictures, which has not been compared on videos",
+            "rewards.arithmetic has a verifier that sees pictures, which has not been compared on vid",
         ),
     ],
 )

@@ -2,8 +2,6 @@
 
 import copy
 import csv
-import subprocess
-import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -21,31 +19,16 @@ from roll.configs.preference import DPOConfig
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES, locate
-from roll.extras.importers import SYSTEMS
+from roll.extras.importers import SYSTEMS, table
 from roll.extras.importers.common import leaves
 from roll.extras.importers.convert import DERIVE, annotate, convert, report
 from roll.extras.importers.draft import Draft, Kind, value_at
 from roll.extras.importers.reading import Given, read
 from roll.extras.importers.recognise import picture_family, pictures_in
-from roll.extras.importers.table import DERIVE as DERIVED
-from roll.extras.importers.table import (
-    DROP,
-    FOLDER,
-    SECTION,
-    TRANSFORMS,
-    Omitted,
-    Partial,
-    Row,
-    Untranslatable,
-    advice,
-    fill,
-    find,
-    rows,
-    spread,
-    usual,
-)
+from roll.extras.importers.table import DROP, FOLDER, SECTION, TRANSFORMS, Row, fill, find, rows, spread, usual
 from roll.models.pictures import FAMILIES
 from roll.preflight.choices import CHECKS
+from tests.support.configs import put
 from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, TO_DO, UNKNOWN, imported
 
 DOCUMENTED = [
@@ -128,7 +111,7 @@ def test_the_closest_row_is_taken():
     ],
 )
 def test_hints_are_made_from_the_tables(path, hint):
-    assert advice(path.split(".")) == hint
+    assert table.advice(path.split(".")) == hint
 
 
 def test_values_are_carried_over():
@@ -138,19 +121,13 @@ def test_values_are_carried_over():
     assert TRANSFORMS["attention"]("disabled") == "eager"
     assert TRANSFORMS["trackers"](["console", "tensorboard"]) == ["stdout", "tensorboard"]
     assert TRANSFORMS["schedule"]("inverse-square-root") == "inverse_sqrt"
-    with pytest.raises(Untranslatable, match="polynomial has no counterpart"):
+    with pytest.raises(table.Untranslatable, match="polynomial has no counterpart"):
         TRANSFORMS["schedule"]("polynomial")
-    with pytest.raises(Omitted, match="no tracker clearml"):
+    with pytest.raises(table.Omitted, match="no tracker clearml"):
         TRANSFORMS["trackers"]("clearml")
-    with pytest.raises(Partial, match="no tracker clearml") as some:
+    with pytest.raises(table.Partial, match="no tracker clearml") as some:
         TRANSFORMS["trackers"](["console", "clearml"])
     assert some.value.value == "stdout"
-
-
-def test_the_page_is_current():
-    script = Path(__file__).resolve().parents[4] / "scripts" / "generate_migration_docs.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 NAMES = {"<role>": "actor_train", "<domain>": "sums", "<tag>": "Boxes", "**": "a"}
@@ -185,17 +162,11 @@ def value_of(row: Row, ours: str) -> Any:
     return {}
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value  # type: ignore[no-any-return]
-
-
 TRANSLATED = [
     pytest.param(system, row, id=f"{system}:{row.key}")
     for system in SYSTEMS
     for row in rows(system)
-    if row.how not in (SECTION, DERIVED, DROP, IMPOSSIBLE)
+    if row.how not in (SECTION, table.DERIVE, DROP, IMPOSSIBLE)
 ]
 
 
@@ -209,7 +180,8 @@ def test_a_key_there_becomes_the_key_here(system, row):
     ours = fill(row.ours, NAMES) or key
     value = value_of(row, ours)
     expected = TRANSFORMS[row.how](value) if row.how else value
-    values = nested(key, value)
+    values: dict[str, Any] = {}
+    put(values, key, value)
     draft = Draft(system, Given(values, values, frozenset()))
     draft.take_all()
     assert draft.get(ours, "nothing") == expected
@@ -228,7 +200,7 @@ def test_of_what_is_read_together_nothing_goes_without_a_word(system):
     """Each derived key beside a whole run of its system: told of, and the derivation takes it or says why not."""
     silent, whole = [], read(system, [GIVEN[system]], [])
     for row in rows(system):
-        if row.how != DERIVED or "<" in row.key or row.key.endswith("**") or ":" in row.key:
+        if row.how != table.DERIVE or "<" in row.key or row.key.endswith("**") or ":" in row.key:
             continue
         given = copy.deepcopy(whole)
         value = given.values
@@ -352,10 +324,7 @@ def test_a_key_that_no_rule_knows_is_told_in_every_section(system):
     values: dict[str, Any] = {}
     closed = [section for section in sections(system) if not is_open(system, section)]
     for section in closed:
-        node = values
-        for part in section.split("."):
-            node = node.setdefault(part, {})
-        node["key_of_nobody"] = 7
+        put(values, f"{section}.key_of_nobody", 7)
     draft = Draft(system, Given(values, values, frozenset()))
     draft.take_all()
     told = {each.key for each in draft.outcomes if each.kind == Kind.IMPOSSIBLE} | {key for key, _ in draft.unknown}
