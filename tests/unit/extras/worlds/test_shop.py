@@ -6,16 +6,14 @@ import random
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from roll.configs.env import CustomEnvConfig
-from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
 from roll.extras.worlds.shop import Catalogue, Goal, Product, ShopEnv, catalogue
-from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
+from tests.support.rollouts import RENDERER, TOKENIZER, sampled
 from tests.support.tags import answer
 
 SMALL = {"kinds": ["hat", "mug"], "attributes": {"colour": ["blue", "red"], "size": ["large", "small"]}, "num_shown": 1}
@@ -143,23 +141,19 @@ def test_commands_are_calls_of_tools_where_a_dialect_is_given():
 
 
 def test_a_conversation_with_tools_is_played_by_the_manager():
-    tokenizer = make_tokenizer()
     said = [call("search", query="red mug"), "Hm.", call("buy", number=2)]
 
     async def policy(request: GenerateRequest) -> Completion:
         turn = int(request.request_id.rpartition("-")[2])
-        ids = np.asarray(tokenizer.encode(said[turn] + "<|im_end|>"), dtype=np.int64)
-        return Completion(
-            request.request_id, ids, np.zeros(len(ids), np.float32), FinishReason.STOP, np.zeros(len(ids), np.int64)
-        )
+        return sampled(TOKENIZER.encode(said[turn] + "<|im_end|>"), request.request_id)
 
     config = CustomEnvConfig(env_type="shop", env_manager_cls="traj", max_steps=5)
     limits = LengthLimits(prompt_length=4000, sequence_length=8000)
-    manager = TrajEnvManager(config, ChatRenderer(tokenizer), SamplingParams(max_new_tokens=200), limits)
+    manager = TrajEnvManager(config, RENDERER, SamplingParams(max_new_tokens=200), limits)
     env = ShopEnv(dialect="hermes")
     runner = EnvRunner(lambda: env, timeout=30, instant=True)
     played = asyncio.run(manager.run_episode(runner, policy, EpisodeSpec("Shop", 0, 0, env_seed=3, sampling_seed=1)))
-    shown = [str(tokenizer.decode(turn.prompt_ids)) for turn in played.turns]
+    shown = [str(TOKENIZER.decode(turn.prompt_ids)) for turn in played.turns]
     assert '"name": "search"' in shown[0] and shown[0].count("Wanted: ") == 1
     assert "<tool_response>\nWanted: " in shown[1], "the answer of the first call"
     assert shown[2].startswith(shown[1]) and "<tool_response>" not in shown[2].removeprefix(shown[1])
