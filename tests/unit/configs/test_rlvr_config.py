@@ -373,62 +373,78 @@ def wrong(schema: type, values: dict) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "keys"),
+    ("schema", "values", "keys"),
     [
-        (TAUGHT, set()),
-        (TAUGHT | {"is_pure_opd": True, "adv_estimator": "gae"}, set()),  # no critic is needed
-        (TAUGHT | {"opd_form": "loss", "kd_objective": "js_divergence", "jsd_beta": 0.2, "logits_topk": 8}, set()),
-        (TAUGHT | {"opd_form": "loss", "kd_temperature": 2.0, "logits_topk": 8}, set()),
-        (TAUGHT | {"kd_temperature": 2.0}, {"kd_temperature"}),
-        ({"teacher": ROLE}, {"teacher_pretrain"}),
-        ({"teacher_pretrain": "org/teacher"}, {"teacher"}),
-        (TAUGHT | {"distill_on_prompt": True}, {"distill_on_prompt"}),
-        ({"is_pure_opd": True, "opd_kl_coef": 0.5}, {"is_pure_opd", "opd_kl_coef"}),
-        (TAUGHT | {"kd_objective": "reverse_kl", "logits_topk": 8}, {"kd_objective", "logits_topk"}),
-        (TAUGHT | {"opd_form": "reward", "is_pure_opd": True, "adv_estimator": "gae"}, {"critic"}),
-        (TAUGHT | {"teacher_pretrain": "tiny"}, {"teacher_warm_start.file_name"}),
-        (TAUGHT | {"teacher": ROLE | TRAINED}, {f"teacher.{key}" for key in TRAINED}),
-        (TAUGHT | {"teacher_prompt": "{prompt} ({solution})", "opd_form": "loss", "logits_topk": 8}, set()),
-        ({"teacher_prompt": "{prompt}"}, {"teacher_prompt"}),
-        (TAUGHT | {"teacher_prompt": "{prompt}", "tools": CALCULATOR}, {"teacher_prompt"}),
-        (TAUGHT | {"teacher_prompt": "{prompt}", "rollout_replay_dir": "dumped"}, {"teacher_prompt"}),
-        (TAUGHT | {"teacher_prompt": "{prompt}", "user": {"path": "mine:User"}}, {"teacher_prompt"}),
-        (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
-        (TAUGHT | {"teacher_column_length": 9}, {"teacher_column_length"}),
-        (TAUGHT | {"opd_token_kld_clip": 0.5, "opd_form": "loss"}, {"opd_token_kld_clip"}),
-        ({"opd_token_kld_clip": 0.5, "opd_logprob_min": -10}, {"opd_token_kld_clip", "opd_logprob_min"}),
-        (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
-        ({"align_tokenizers": "text"}, {"align_tokenizers"}),
-        (TAUGHT | {"teacher": VLLM}, set()),  # log-probabilities of the sampled tokens are all that is asked
-        (TAUGHT | {"teacher": SGLANG, "opd_form": "loss", "logits_topk": 8}, set()),
-        (TAUGHT | {"teacher": SGLANG, "opd_form": "loss"}, {"logits_topk"}),
-        ({"reference": VLLM, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": "full"}, {"kl_penalty"}),
-        (TAUGHT | {"teacher": VLLM | {"infer_batch_size": 2}}, {"teacher.infer_batch_size"}),
+        # one teacher of an RL run
+        *((RLVRConfig, RLVR | given, keys) for given, keys in (
+            (TAUGHT, set()),
+            (TAUGHT | {"is_pure_opd": True, "adv_estimator": "gae"}, set()),  # no critic is needed
+            (TAUGHT | {"opd_form": "loss", "kd_objective": "js_divergence", "jsd_beta": 0.2, "logits_topk": 8}, set()),
+            (TAUGHT | {"opd_form": "loss", "kd_temperature": 2.0, "logits_topk": 8}, set()),
+            (TAUGHT | {"kd_temperature": 2.0}, {"kd_temperature"}),
+            ({"teacher": ROLE}, {"teacher_pretrain"}),
+            ({"teacher_pretrain": "org/teacher"}, {"teacher"}),
+            (TAUGHT | {"distill_on_prompt": True}, {"distill_on_prompt"}),
+            ({"is_pure_opd": True, "opd_kl_coef": 0.5}, {"is_pure_opd", "opd_kl_coef"}),
+            (TAUGHT | {"kd_objective": "reverse_kl", "logits_topk": 8}, {"kd_objective", "logits_topk"}),
+            (TAUGHT | {"opd_form": "reward", "is_pure_opd": True, "adv_estimator": "gae"}, {"critic"}),
+            (TAUGHT | {"teacher_pretrain": "tiny"}, {"teacher_warm_start.file_name"}),
+            (TAUGHT | {"teacher": ROLE | TRAINED}, {f"teacher.{key}" for key in TRAINED}),
+            (TAUGHT | {"teacher_prompt": "{prompt} ({solution})", "opd_form": "loss", "logits_topk": 8}, set()),
+            ({"teacher_prompt": "{prompt}"}, {"teacher_prompt"}),
+            (TAUGHT | {"teacher_prompt": "{prompt}", "tools": CALCULATOR}, {"teacher_prompt"}),
+            (TAUGHT | {"teacher_prompt": "{prompt}", "rollout_replay_dir": "dumped"}, {"teacher_prompt"}),
+            (TAUGHT | {"teacher_prompt": "{prompt}", "user": {"path": "mine:User"}}, {"teacher_prompt"}),
+            (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
+            (TAUGHT | {"teacher_column_length": 9}, {"teacher_column_length"}),
+            (TAUGHT | {"opd_token_kld_clip": 0.5, "opd_form": "loss"}, {"opd_token_kld_clip"}),
+            ({"opd_token_kld_clip": 0.5, "opd_logprob_min": -10}, {"opd_token_kld_clip", "opd_logprob_min"}),
+            (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
+            ({"align_tokenizers": "text"}, {"align_tokenizers"}),
+            (TAUGHT | {"teacher": VLLM}, set()),  # log-probabilities of the sampled tokens are all that is asked
+            (TAUGHT | {"teacher": SGLANG, "opd_form": "loss", "logits_topk": 8}, set()),
+            (TAUGHT | {"teacher": SGLANG, "opd_form": "loss"}, {"logits_topk"}),
+            ({"reference": VLLM, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": "full"}, {"kl_penalty"}),
+            (TAUGHT | {"teacher": VLLM | {"infer_batch_size": 2}}, {"teacher.infer_batch_size"}),
+        )),
+        # several, with tags of their own
+        *((RLVRConfig, RLVR | TWO_TAGS | {"teachers": given}, keys) for given, keys in (
+            ({"m": MATHS, "c": CODE}, set()),
+            ({"m": MATHS}, {"teachers"}),
+            ({"m": MATHS, "c": CODE, "n": MATHS | {"opd_kl_coef": 0.3}}, set()),
+            ({"m": MATHS, "c": CODE | {"opd_kl_coef": 0}}, {"teachers.c.opd_kl_coef"}),
+            ({"m": MATHS | {"tag_included": ["maths", "maths"]}, "c": CODE}, {"teachers.m.tag_included"}),
+            ({"m": MATHS | {"tag_included": ["maths", "mathz"]}, "c": CODE}, {"teachers.m.tag_included"}),
+            ({"m": MATHS | {"tag_included": []}}, set()),
+            ({"m": MATHS | {"pretrain": "tiny"}, "c": CODE}, {"teachers.m.pretrain"}),
+            ({"m": MATHS | strategy("fsdp2_infr"), "c": CODE}, {"teachers.m.strategy_args.strategy_name"}),
+            ({"m": MATHS | TRAINED, "c": CODE}, {f"teachers.m.{key}" for key in TRAINED}),
+            ({"m": MATHS, "c": CODE | VLLM | {"infer_batch_size": 2}}, {"teachers.c.infer_batch_size"}),
+            ({"m": MATHS, "c": CODE | {"pretrane": "org/x"}}, {"teachers.c.pretrane"}),
+        )),
+        # a teacher of a distillation
+        *((DistillConfig, DISTILL | given, keys) for given, keys in (
+            (TAUGHT, set()),
+            ({"teacher_logprobs": "kept", "logits_topk": 8}, set()),
+            ({}, {"teacher"}),
+            ({"teacher_logprobs": "kept"}, {"logits_topk"}),
+            (TAUGHT | {"precompute_only": True}, {"teacher_logprobs"}),
+            ({"teacher_logprobs": "kept", "logits_topk": 8, "precompute_only": True}, {"precompute_only"}),
+            (TAUGHT | {"skew_lambda": 0.3}, {"skew_lambda"}),
+            (TAUGHT | {"jsd_beta": 0.2, "distill_loss_weight": 2}, {"jsd_beta", "distill_loss_weight"}),
+            (TAUGHT | {"distill_on_prompt": True}, set()),
+            (TAUGHT | {"distill_on_prompt": True, "train_on": "last"}, {"train_on"}),
+            (TAUGHT | {"warm_start": {"file_name": "x.jsonl"}}, {"warm_start.file_name"}),
+            (TAUGHT | {"align_tokenizers": "text"}, {"align_tokenizers"}),  # an unknown key
+            (TAUGHT | {"teacher": VLLM}, {"logits_topk"}),
+            (TAUGHT | {"teacher": VLLM, "logits_topk": 8}, set()),
+            (TAUGHT | {"teacher": strategy("sglang", tp=2)},
+             {"logits_topk", "teacher.strategy_args.strategy_config.tp"}),
+        )),
     ],
-)
-def test_a_teacher_of_an_rl_run(given, keys):
-    assert wrong(RLVRConfig, RLVR | given) == keys
-
-
-@pytest.mark.parametrize(
-    ("given", "keys"),
-    [
-        ({"m": MATHS, "c": CODE}, set()),
-        ({"m": MATHS}, {"teachers"}),
-        ({"m": MATHS, "c": CODE, "n": MATHS | {"opd_kl_coef": 0.3}}, set()),
-        ({"m": MATHS, "c": CODE | {"opd_kl_coef": 0}}, {"teachers.c.opd_kl_coef"}),
-        ({"m": MATHS | {"tag_included": ["maths", "maths"]}, "c": CODE}, {"teachers.m.tag_included"}),
-        ({"m": MATHS | {"tag_included": ["maths", "mathz"]}, "c": CODE}, {"teachers.m.tag_included"}),
-        ({"m": MATHS | {"tag_included": []}}, set()),
-        ({"m": MATHS | {"pretrain": "tiny"}, "c": CODE}, {"teachers.m.pretrain"}),
-        ({"m": MATHS | strategy("fsdp2_infr"), "c": CODE}, {"teachers.m.strategy_args.strategy_name"}),
-        ({"m": MATHS | TRAINED, "c": CODE}, {f"teachers.m.{key}" for key in TRAINED}),
-        ({"m": MATHS, "c": CODE | VLLM | {"infer_batch_size": 2}}, {"teachers.c.infer_batch_size"}),
-        ({"m": MATHS, "c": CODE | {"pretrane": "org/x"}}, {"teachers.c.pretrane"}),
-    ],
-)
-def test_several_teachers_have_tags_of_their_own(given, keys):
-    assert wrong(RLVRConfig, RLVR | TWO_TAGS | {"teachers": given}) == keys
+)  # fmt: skip
+def test_what_is_wrong_with_a_teacher_is_told_with_its_keys(schema, values, keys):
+    assert wrong(schema, values) == keys
 
 
 def test_several_teachers_take_the_place_of_one():
@@ -445,30 +461,6 @@ def test_several_teachers_take_the_place_of_one():
     config = validate(RLVRConfig, several | {"num_nodes": None, "teachers": placed})
     assert list(config.roles) == ["actor_train", "actor_infer", "teachers.m", "teachers.c"] and config.num_nodes == 2
     assert [config.model_of(f"teachers.{name}") for name in "mc"] == ["org/maths", "org/code"]
-
-
-@pytest.mark.parametrize(
-    ("given", "keys"),
-    [
-        (TAUGHT, set()),
-        ({"teacher_logprobs": "kept", "logits_topk": 8}, set()),
-        ({}, {"teacher"}),
-        ({"teacher_logprobs": "kept"}, {"logits_topk"}),
-        (TAUGHT | {"precompute_only": True}, {"teacher_logprobs"}),
-        ({"teacher_logprobs": "kept", "logits_topk": 8, "precompute_only": True}, {"precompute_only"}),
-        (TAUGHT | {"skew_lambda": 0.3}, {"skew_lambda"}),
-        (TAUGHT | {"jsd_beta": 0.2, "distill_loss_weight": 2}, {"jsd_beta", "distill_loss_weight"}),
-        (TAUGHT | {"distill_on_prompt": True}, set()),
-        (TAUGHT | {"distill_on_prompt": True, "train_on": "last"}, {"train_on"}),
-        (TAUGHT | {"warm_start": {"file_name": "x.jsonl"}}, {"warm_start.file_name"}),
-        (TAUGHT | {"align_tokenizers": "text"}, {"align_tokenizers"}),  # an unknown key
-        (TAUGHT | {"teacher": VLLM}, {"logits_topk"}),
-        (TAUGHT | {"teacher": VLLM, "logits_topk": 8}, set()),
-        (TAUGHT | {"teacher": strategy("sglang", tp=2)}, {"logits_topk", "teacher.strategy_args.strategy_config.tp"}),
-    ],
-)
-def test_a_teacher_of_a_distillation(given, keys):
-    assert wrong(DistillConfig, DISTILL | given) == keys
 
 
 def test_keys_of_runs_on_preferences_and_scores():
