@@ -53,19 +53,16 @@ actor_infer:
   device_mapping: [2]
 """
 
-Load = Callable[..., RLVRConfig]
-Problems = Callable[..., dict[str, str]]
-
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path: Path) -> Callable[..., RLVRConfig]:
     """Loads MINIMAL with overrides."""
     (tmp_path / "mine.yaml").write_text(MINIMAL)
     return lambda *overrides: load_config(RLVRConfig, "mine", tmp_path, overrides, CHECKS[RLVRConfig])
 
 
 @pytest.fixture
-def problems(load: Load) -> Problems:
+def problems(load: Callable[..., RLVRConfig]) -> Callable[..., dict[str, str]]:
     """What MINIMAL with overrides has wrong, as texts by key."""
     return partial(words_of, load)
 

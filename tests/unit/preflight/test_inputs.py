@@ -36,7 +36,6 @@ from tests.support.chat_families import FAMILIES, family_tokenizer
 from tests.support.configs import problems_of
 from tests.support.picture_models import make_processor
 
-Load = Callable[..., RLVRConfig]
 LOADERS = {"sft_math": load_sft_data, "dpo_math": load_pairs}
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
 TRAINER = "actor_train.strategy_args.strategy_name"
@@ -49,7 +48,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path: Path) -> Callable[..., RLVRConfig]:
     """``rlvr_math`` on files of one's own."""
 
     def _load(*overrides: str) -> RLVRConfig:
@@ -363,8 +362,7 @@ MUTE = (  # tells of tools and calls them in a notation of its own
 
 
 def shipped(name: str, *overrides: str) -> PipelineConfig:
-    kinds: dict[str, type[PipelineConfig]] = {"agentic": AgenticConfig, "sft": SFTConfig}
-    kind = kinds.get(name.partition("_")[0], RLVRConfig)
+    kind = {"agentic": AgenticConfig, "sft": SFTConfig}.get(name.partition("_")[0], RLVRConfig)
     return load_config(kind, name, SHIPPED, overrides, () if kind is SFTConfig else (check_dialect,))
 
 

@@ -453,7 +453,7 @@ def model(name: str) -> str:
     return f"actor_rollout_ref.model.path={name}"
 
 
-QWEN, GEMMA, MISTRAL = "Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-3-4b-it", NAMES_OF_MODELS[-1]
+QWEN, *_, GEMMA, MISTRAL = NAMES_OF_MODELS
 QWEN3 = "pretrain=Qwen/Qwen3-VL-4B-Instruct"
 IMAGES = data(image_max_pixels=4096, image_folder="/data")
 VIDEOS = data(video_fps=4.0, video_total_pixels=4096, video_folder="/data")
@@ -463,8 +463,8 @@ UTILS = f"+{OWN}=roll.datasets.vlm_dataset_utils"
 SGLANG = "actor_rollout_ref.rollout.name=sglang"
 SHARING = ("model_engine=megatron", "actor_rollout_ref.actor.megatron.context_parallel_size=2")
 WRITTEN_OUT = ("data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos")
-TRAINER, GENERATOR, REFERENCE = (
-    f"{role}.strategy_args.strategy_name" for role in ("actor_train", "actor_infer", "reference")
+TRAINER, GENERATOR, REFERENCE = map(
+    "{}.strategy_args.strategy_name".format, ("actor_train", "actor_infer", "reference")
 )
 PLAIN = (f"{TRAINER}=fsdp2_train", f"{GENERATOR}=hf_infer", f"{REFERENCE}=hf_infer")
 OF_OTHER_ENGINES = [f"actor_infer.{OPTIONS}{key}" for key in ("gpu_memory_utilization", "block_size")]
