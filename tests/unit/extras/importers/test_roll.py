@@ -219,9 +219,6 @@ CASES = {
         {"is_pure_opd": False}, {"opsd_teacher_template": TO_DO}),
     "such a teacher with bounds": ("opd", [*TOLD, "opsd_max_solution_length=64", "opd_token_kld_clip=0.5"],
         {"teacher_column_length": 64, "opd_token_kld_clip": 0.5}, {}),
-    "a student that sees": ("distill", ["student_pretrain=Qwen/Qwen2.5-VL-3B-Instruct"],
-        {f"{DATA}.prompt": "problem", f"{DATA}.response": "solution", f"{DATA}.image": "image"},
-        {f"{DATA}.prompt": TO_DO}),
     # environments
     "environments of GEM": ("agentic", [f"{BOXES}={{env_type: 'rg:letter_counting', max_steps: 1, "
         "env_config: {size: 9, seed: 2}}"],

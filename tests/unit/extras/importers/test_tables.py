@@ -29,7 +29,7 @@ from roll.extras.importers.table import DROP, FOLDER, SECTION, TRANSFORMS, Row, 
 from roll.models.pictures import FAMILIES
 from roll.preflight.choices import CHECKS
 from tests.support.configs import put
-from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, TO_DO, UNKNOWN, imported
+from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, ROLL, TO_DO, UNKNOWN, imported
 
 DOCUMENTED = [
     (system, key)
@@ -522,6 +522,11 @@ def test_pictures_and_videos_become_keys_of_ours_or_are_refused(what):
     assert found.lost == {key for key, kind in kinds.items() if kind in LOST}
     problems = {each.path: each.expected for each in found.result.problems}
     assert problems.keys() == refused.keys() and all(words in problems[path] for path, words in refused.items())
+
+
+def test_a_student_that_sees_has_the_columns_of_pictures():
+    found = imported("roll", "student_pretrain=Qwen/Qwen2.5-VL-3B-Instruct", file=ROLL["distill"], lost=set())
+    found.check(data(prompt="problem", response="solution", image="image"), {"actor_train.data_args.prompt": TO_DO})
 
 
 def test_every_family_with_pictures_is_known_by_the_name_of_a_model():
