@@ -17,3 +17,11 @@ def problems_of(load: Callable[..., Any], *arguments: Any, **options: Any) -> di
 
 def words_of(load: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, str]:
     return {path: str(problem) for path, problem in problems_of(load, *arguments, **options).items()}
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value of a dotted key in nested dictionaries; sections on the way are made."""
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[last] = value

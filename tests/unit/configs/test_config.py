@@ -35,7 +35,7 @@ from roll.preflight.choices import CHECKS, describe_placement
 from roll.preflight.models import trusted_code
 from tests.support.configs import problems_of, words_of
 
-CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "config"
+ROOT = Path(__file__).resolve().parents[3]
 RATE = "actor_train.training_args.learning_rate"
 TP = "tensor_model_parallel_size"
 TRAINER, GENERATOR = (f"{role}.strategy_args.strategy_name" for role in ("actor_train", "actor_infer"))
@@ -79,7 +79,7 @@ def problems(load):
 
 @pytest.mark.parametrize("name", ["agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b"])
 def test_held_out_boards_never_occur_in_training(name):
-    config = load_config(AgenticConfig, name, CONFIGS)
+    config = load_config(AgenticConfig, name, SHIPPED)
     assert config.exp_name == name and "SimpleSokobanHeldOut" not in config.train_env_manager.tags
     splits = {tag: config.custom_envs[tag].env_config["split"] for tag in ("SimpleSokobanHeldOut", "SimpleSokoban")}
     assert splits == {"SimpleSokobanHeldOut": "eval", "SimpleSokoban": "train"}
@@ -109,7 +109,7 @@ def test_values_defaults_interpolation_and_overrides(load, problems):
 
 def test_an_override_inside_a_linked_section_keeps_its_other_keys():
     overrides = ["custom_envs.SimpleSokoban.max_steps=7", "custom_env.SimpleSokoban.step_timeout=9.5"]
-    config = load_config(AgenticConfig, "agentic_sokoban", CONFIGS, overrides)
+    config = load_config(AgenticConfig, "agentic_sokoban", SHIPPED, overrides)
     tag = config.custom_envs["SimpleSokoban"]
     assert (tag.max_steps, tag.step_timeout, tag.env_type) == (7, 9.5, "sokoban")
     assert config.custom_envs["SimpleSokobanHeldOut"].max_steps == 6
@@ -183,14 +183,14 @@ def test_a_warm_up_beyond_the_run_is_told(load):
 
 def test_library_entries_are_checked_though_only_chosen_ones_are_read():
     wrong = ["custom_env.LargerSokoban.max_step=3", "custom_env.Smal.max_steps=3"]
-    found = problems_of(load_config, AgenticConfig, "agentic_sokoban", CONFIGS, wrong)
+    found = problems_of(load_config, AgenticConfig, "agentic_sokoban", SHIPPED, wrong)
     assert found["custom_env.LargerSokoban.max_step"].hint == "did you mean max_steps?"
     assert found["custom_env.Smal.env_type"].got is NOTHING
 
 
 def test_unknown_configurations_links_to_nowhere_and_open_values_are_problems(tmp_path, problems):
     with pytest.raises(ConfigErrors, match=r"agentic_frozen_lake.*did you mean agentic_sokoban\?"):
-        load_config(AgenticConfig, "agentic_sokobann", CONFIGS)
+        load_config(AgenticConfig, "agentic_sokobann", SHIPPED)
     with pytest.raises(ConfigErrors, match="existing folder"):
         load_config(AgenticConfig, "any", tmp_path / "none")
     assert {"seed", "max_steps", "logging_steps"} <= {*problems("seed=${nowhere}", "max_steps=???", "logging_steps=0")}
@@ -243,25 +243,6 @@ WRONG = [
 def test_a_wrong_value_is_one_problem_at_its_key(problems, override, words):
     ((path, problem),) = problems(override).items()
     assert path.startswith(override.partition("=")[0]) and words in f"{path} {problem.expected} {problem.hint}"
-
-
-def test_muon_is_for_whole_matrices(problems, load):
-    key, momentum = (f"actor_train.training_args.{name}" for name in ("optimizer", "muon_momentum"))
-    assert load(f"{key}=muon").actor_train.training_args.optimizer == "muon"
-    assert "no such key with optimizer adamw" in problems(f"{momentum}=0.9")[momentum].expected
-    assert "one of: adamw, muon" in problems(f"{key}=sgd")[key].expected
-    assert "adamw with deepspeed_train" in problems(f"{key}=muon", f"{TRAINER}=deepspeed_train")[key].expected
-    adapted = problems(f"{key}=muon", "actor_train.model_args.lora_target=q_proj")
-    assert "a factor of an adapter" in adapted[key].expected
-
-
-def test_parts_have_learning_rates_where_an_optimizer_can_give_them(problems, load):
-    key = "actor_train.training_args.learning_rate_of"
-    rates = f"{key}={{model.layers: 1.0e-4}}"
-    adapted = problems(rates, "actor_train.model_args.lora_target=q_proj")
-    assert "the model's own parts stay" in adapted[key].expected
-    assert "nothing with optimizer muon" in problems(rates, "actor_train.training_args.optimizer=muon")[key].expected
-    assert load(rates).actor_train.training_args.learning_rate_of == {"model.layers": 1e-4}
 
 
 @pytest.mark.parametrize(
@@ -363,11 +344,70 @@ def test_rules_between_keys(problems, overrides, path):
     assert list(problems(*overrides)) == [path]
 
 
-def test_the_critic_takes_the_actors_optimizer_steps(problems, load):
-    critic = "critic={training_args:{per_device_train_batch_size:%d,gradient_accumulation_steps:4},world_size:2}"
-    assert load("adv_estimator=gae", critic % 2).optimizer_steps_per_epoch == 1
-    found = problems("adv_estimator=gae", critic % 1)
-    assert "that of actor_train" in found["critic.training_args.gradient_accumulation_steps"].expected
+OPTIMIZER, MOMENTUM = (f"actor_train.training_args.{name}" for name in ("optimizer", "muon_momentum"))
+RATES, ADAPTER = f"{RATE}_of={{model.layers: 1.0e-4}}", "actor_train.model_args.lora_target=q_proj"
+CRITIC = "critic={training_args:{per_device_train_batch_size:%d,gradient_accumulation_steps:4},world_size:2}"
+TRAINED, GENERATED = (f"{role}.strategy_args.strategy_config" for role in ("actor_train", "actor_infer"))
+WEIGHTED = "train_infer_correction.is_weight.enabled=true"
+OVERLAP = ("async_generation_ratio=1", WEIGHTED, "max_steps=2")
+IN_FLIGHT = ("partial_rollout=false", "kv_after_update=keep")
+MORE = ("is_use_additional_prompts=true", "max_additional_running_prompts=1")
+PAIRS = ("actor_infer.num_gpus_per_worker=2", "actor_infer.device_mapping=[0, 1]", "tiny_num_heads=2")
+ALONE = "no such key without async_generation_ratio: nothing reads it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((f"{OPTIMIZER}=muon",), {}),
+        ((f"{MOMENTUM}=0.9",), {MOMENTUM: "no such key with optimizer adamw: read with muon"}),
+        ((f"{OPTIMIZER}=sgd",), {OPTIMIZER: "one of: adamw, muon"}),
+        ((f"{OPTIMIZER}=muon", f"{TRAINER}=deepspeed_train"), {OPTIMIZER: "adamw with deepspeed_train"}),
+        ((f"{OPTIMIZER}=muon", ADAPTER), {OPTIMIZER: "adamw with actor_train.model_args.lora_target: a factor of an "
+                                                     "adapter is not the matrix that the layer multiplies by"}),
+        ((RATES,), {}),
+        ((RATES, ADAPTER),
+         {f"{RATE}_of": "nothing with actor_train.model_args.lora_target: the model's own parts stay"}),
+        ((RATES, f"{OPTIMIZER}=muon"), {f"{RATE}_of": "nothing with optimizer muon"}),
+        (("adv_estimator=gae", CRITIC % 2), {}),
+        (("adv_estimator=gae", CRITIC % 1),
+         {"critic.training_args.gradient_accumulation_steps": "the global batch (1 per device × 4 accumulated × 2 "
+                                                              "data-parallel = 8) to be that of actor_train"}),
+        # rollouts beside the training, in steps of 4 groups
+        (("async_generation_ratio=1", "actor_train.model_update_frequency=2"),
+         {"train_infer_correction.is_weight.enabled": "true with async_generation_ratio 1",
+          "actor_train.model_update_frequency": "1 with async_generation_ratio"}),
+        (("rollout_window=0.5",), {"rollout_window": ALONE}),
+        (("async_generation_ratio=-1",), {"async_generation_ratio": "float, at least 0"}),
+        *(((f"async_generation_ratio={endless}",), {"async_generation_ratio": "float, at least 0, finite"})
+          for endless in ("1e400", ".nan")),
+        (("async_generation_ratio=0.24", WEIGHTED),
+         {"async_generation_ratio": "0, or at least 0.25: one of the 4 groups of a step"}),
+        (("async_generation_ratio=0.24", WEIGHTED, *MORE), {}),
+        ((*OVERLAP, *MORE, "rollout_window=0.5"),
+         {"rollout_window": "0 with is_use_additional_prompts: a step takes the first groups that finish"}),
+        ((*OVERLAP, *IN_FLIGHT, "max_running_groups=2"), {}),
+        (("max_running_groups=2",), {}),
+        (IN_FLIGHT, {"partial_rollout": ALONE, "kv_after_update": ALONE}),
+        ((*OVERLAP, *IN_FLIGHT, f"{GENERATOR}=sglang"), {"kv_after_update": "recompute with sglang"}),
+        # replicas that evaluate
+        (("val_infer={device_mapping: [1]}", "num_gpus_per_node=2"), {}),  # the trainer's: they take turns
+        (("val_infer={}",), {}),
+        (("val_infer={device_mapping: [0, 1]}",), {"val_infer.device_mapping":
+          "none of actor_infer's devices, such as 0: rollouts continue there; or no val_infer"}),
+        (("val_infer={device_mapping: [9]}", "num_gpus_per_node=3"), {"val_infer.device_mapping":
+          "ids from 0 to 2 (num_nodes 1 × num_gpus_per_node 3), each worker's on one node"}),
+        (("val_infer={device_mapping: [2]}", f"{GENERATOR}=vllm", *PAIRS),
+         {"val_infer.device_mapping": "a multiple of actor_infer.num_gpus_per_worker = 2 devices"}),
+        # options of engines
+        ((f"{GENERATOR}=vllm", f"{GENERATED}.gpu_memory_utilization=60", "tiny_num_heads=2"),
+         {f"{GENERATED}.gpu_memory_utilization": "float, more than 0, at most 1"}),
+        ((f"{TRAINER}=deepspeed_train", f"{TRAINED}.train_batch_size=8"), {f"{TRAINED}.train_batch_size":
+          "training_args.per_device_train_batch_size and gradient_accumulation_steps"}),
+    ],
+)  # fmt: skip
+def test_what_keys_expect_of_each_other(problems, overrides, expected):
+    assert {path: problem.expected for path, problem in problems(*overrides).items()} == expected
 
 
 def test_hub_names_and_home_folders_are_accepted_but_no_folders_without_a_model(load, problems, tmp_path, monkeypatch):
@@ -457,14 +497,9 @@ def test_global_batch_follows_the_documented_arithmetic(strategy, options, data_
     assert worker.global_train_batch_size == 3 * 5 * data_parallel
 
 
-def test_engine_options_pass_unknown_keys_through_and_check_known_ones(load, problems):
-    trained, generated = (f"{role}.strategy_args.strategy_config" for role in ("actor_train", "actor_infer"))
-    options = load(f"{TRAINER}=megatron_train", f"{trained}.batch_p2p_comm=false").actor_train.strategy_args.typed()
+def test_options_that_only_the_engine_knows_are_passed_on(load):
+    options = load(f"{TRAINER}=megatron_train", f"{TRAINED}.batch_p2p_comm=false").actor_train.strategy_args.typed()
     assert isinstance(options, MegatronConfig) and options.model_extra == {"batch_p2p_comm": False}
-    found = problems(f"{GENERATOR}=vllm", f"{generated}.gpu_memory_utilization=60")
-    assert "at most 1" in found[f"{generated}.gpu_memory_utilization"].expected
-    found = problems(f"{TRAINER}=deepspeed_train", f"{trained}.train_batch_size=8")
-    assert "training_args" in found[f"{trained}.train_batch_size"].expected
 
 
 @pytest.mark.parametrize("option", ["fsdp2.fsdp_sze=2", "fsdp2.fsdp_size=x", f"megatron.{TP}=0", "deepspeed.bf16=true"])
@@ -537,9 +572,6 @@ def test_roles_are_those_that_the_algorithm_needs(load):
     assert list(reference.roles) == ["actor_train", "actor_infer", "reference"]
 
 
-WEIGHTED = "train_infer_correction.is_weight.enabled=true"
-
-
 @pytest.mark.parametrize(
     ("ratio", "window", "extra", "ahead", "draws", "lag"),
     [(1, 0, 0, 4, 1, 1), (2, 0.5, 0, 8, 6, 4), (0.5, 0, 0, 2, 1, 1), (1, 0, 3, 7, 11, 5)],
@@ -551,29 +583,7 @@ def test_how_far_rollouts_run_ahead_is_told_in_groups_and_steps(load, ratio, win
     assert (config.groups_ahead, config.window, config.max_lag) == (ahead, draws, lag)
     told = (f"{ahead} groups ahead of the step", f"{lag} step", f"{draws} draw")
     assert all(words in describe_batches(config)[2] for words in told)
-
-
-def test_rollouts_beside_training_need_importance_weights_and_new_weights_every_step(problems):
-    found = problems("async_generation_ratio=1", "actor_train.model_update_frequency=2")
-    assert found["train_infer_correction.is_weight.enabled"].expected == "true with async_generation_ratio 1"
-    assert found["actor_train.model_update_frequency"].expected == "1 with async_generation_ratio"
-    assert "rollout_window" in problems("rollout_window=0.5")
-    for wrong in ("-1", "1e400", ".nan"):
-        assert problems(f"async_generation_ratio={wrong}").keys() == {"async_generation_ratio"}
-
-
-def test_no_key_of_rollouts_beside_training_is_set_in_vain_and_none_is_older_than_the_run(load, problems):
-    """Steps of 4 groups."""
-    found = problems("async_generation_ratio=0.24", WEIGHTED)
-    assert found["async_generation_ratio"].expected == "0, or at least 0.25: one of the 4 groups of a step"
-    more = ("is_use_additional_prompts=true", "max_additional_running_prompts=1")
-    load("async_generation_ratio=0.24", WEIGHTED, *more)
-    found = problems("async_generation_ratio=1", WEIGHTED, *more, "rollout_window=0.5")
-    assert found.keys() == {"rollout_window"} and "takes the first" in found["rollout_window"].expected
-    assert load("async_generation_ratio=3", WEIGHTED, "max_steps=2").max_lag == 1
-
-
-OVERLAP = ("async_generation_ratio=1", WEIGHTED, "max_steps=2")
+    assert load("async_generation_ratio=3", WEIGHTED, "max_steps=2").max_lag == 1, "none is older than the run"
 
 
 def record(step: int, ahead: int = 4) -> str:
@@ -612,33 +622,13 @@ def test_a_run_is_repeated_only_by_an_engine_that_waits_for_weights(problems, sc
     assert found["generate_opt_level"].expected == "1 with replay_schedule"
 
 
-def test_what_concerns_requests_in_flight_is_told_only_where_some_are(load, problems):
-    keys = ("partial_rollout=false", "kv_after_update=keep")
-    load(*OVERLAP, *keys, "max_running_groups=2")
-    load("max_running_groups=2")
-    assert problems(*keys).keys() == {"partial_rollout", "kv_after_update"}
-    found = problems(*OVERLAP, *keys, "actor_infer.strategy_args.strategy_name=sglang")
-    assert found["kv_after_update"].expected == "recompute with sglang"
-
-
-def test_replicas_that_evaluate_are_the_generator_s_on_devices_of_their_own(load, problems):
+def test_replicas_that_evaluate_are_the_generator_s_on_devices_of_their_own(load):
     assert "val_infer" not in load().clusters
     config = load("val_infer={device_mapping: [2]}", "num_gpus_per_node=3", "actor_infer.system_envs={A: '1'}")
     cluster = config.clusters["val_infer"]
     assert (cluster.device_mapping, cluster.system_envs) == ([2], {"A": "1"})
     assert cluster.strategy_args == config.actor_infer.strategy_args
     assert any("val_infer" in line for line in describe_placement(config))
-    load("val_infer={device_mapping: [1]}", "num_gpus_per_node=2")  # the trainer's: they take turns
-    load("val_infer={}")
-    pairs = (f"{GENERATOR}=vllm", "actor_infer.num_gpus_per_worker=2", "tiny_num_heads=2")
-    for devices, others, expected in (
-        ("[0, 1]", (), "none of actor_infer's devices, such as 0"),
-        ("[9]", ("num_gpus_per_node=3",), "ids from 0 to 2"),
-        ("[2]", (*pairs, "actor_infer.device_mapping=[0, 1]"), "a multiple of actor_infer.num_gpus_per_worker = 2 dev"),
-    ):
-        found = problems(f"val_infer={{device_mapping: {devices}}}", *others)
-        assert found.keys() == {"val_infer.device_mapping"}
-        assert found["val_infer.device_mapping"].expected.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -750,12 +740,9 @@ def test_the_length_of_a_run_on_given_samples(given, length, warned):
     assert ("warmup_steps 10 are not finished when the run ends" in line) == warned
 
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.mark.parametrize("script", ["generate_config_docs.py", "generate_model_docs.py"])
-def test_the_pages_of_keys_and_of_models_are_current(script):
-    command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
+@pytest.mark.parametrize("what", ["config", "migration", "model"])
+def test_the_pages_of_keys_of_other_systems_and_of_models_are_current(what):
+    command = [sys.executable, str(ROOT / "scripts" / f"generate_{what}_docs.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -4,12 +4,12 @@ import resource
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from roll.__main__ import main as roll
+from roll.configs import SHIPPED
 from roll.configs.agentic import AgenticConfig
 from roll.configs.explain import all_keys, engine_options, explain
 from roll.configs.loader import load_config
@@ -19,14 +19,17 @@ from roll.extras.importers.table import SECTION, meaning, rows
 from roll.pipeline.cli import main
 from roll.pipeline.programs import PROGRAMS, schemas
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = ROOT / "examples" / "start_agentic_pipeline.py"
-CONFIGS = ROOT / "examples" / "config"
-
 
 def test_a_wrong_configuration_ends_with_code_2_within_5_seconds_of_a_processor():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, str(SCRIPT), "--config_name", "agentic_sokoban", "max_stepz=3", "seed=x"]
+    command = [
+        sys.executable,
+        str(SHIPPED.parent / "start_agentic_pipeline.py"),
+        "--config_name",
+        "agentic_sokoban",
+        "max_stepz=3",
+        "seed=x",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
@@ -54,7 +57,7 @@ def test_print_config_is_resolved_has_no_secrets_and_can_be_read_back(capsys, tm
 
 
 def test_options_and_overrides_may_come_in_any_order_and_help_gives_examples(capsys):
-    options = ["--print-config", "--config_path", str(CONFIGS), "max_steps=2", "--config-name=agentic_sokoban"]
+    options = ["--print-config", "--config_path", str(SHIPPED), "max_steps=2", "--config-name=agentic_sokoban"]
     assert main(["seed=3", *options]) == 0
     values = yaml.safe_load(capsys.readouterr().out)
     assert (values["seed"], values["max_steps"]) == (3, 2)

@@ -36,9 +36,9 @@ from tests.support.chat_families import FAMILIES, family_tokenizer
 from tests.support.configs import problems_of
 from tests.support.picture_models import make_processor
 
-Load = Callable[..., RLVRConfig]
 LOADERS = {"sft_math": load_sft_data, "dpo_math": load_pairs}
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
+TRAINER = "actor_train.strategy_args.strategy_name"
 MEGATRON = "actor_train.strategy_args={strategy_name: megatron_train, strategy_config: {context_parallel_size: 2}}"
 FILTER = "rewards.arithmetic.query_filter_config"
 
@@ -48,7 +48,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path: Path) -> Callable[..., RLVRConfig]:
     """``rlvr_math`` on files of one's own."""
 
     def _load(*overrides: str) -> RLVRConfig:
@@ -153,17 +153,13 @@ SEEING = f"rewards.arithmetic.verifiers=[{{name: judge, args: {JUDGE}}}]"
             "seed=7",
             "pretrain is of the family qwen2_5_vl, expected one that was compared on videos: qwen3",
         ),
-        (
-            "qwen3_vl",
-            "actor_train.strategy_args.strategy_name=deepspeed_train",
-            f"actor_train's deepspeed_train {ALONE}",
-        ),
+        ("qwen3_vl", f"{TRAINER}=deepspeed_train", f"actor_train's deepspeed_train {ALONE}"),
         ("qwen3_vl", "actor_infer.strategy_args.strategy_name=sglang", f"actor_infer's sglang {ALONE}"),
         ("qwen3_vl", "agent={command: [x], pictures: true}", "agent is set: programs get text and pictures"),
         (
             "qwen3_vl",
             SEEING,
-            "rewards.arithmetic has a verifier that sees pictures, which has not been compared on videos",
+            "rewards.arithmetic has a verifier that sees pictures, which has not been compared on vid",
         ),
     ],
 )
@@ -366,8 +362,7 @@ MUTE = (  # tells of tools and calls them in a notation of its own
 
 
 def shipped(name: str, *overrides: str) -> PipelineConfig:
-    kinds: dict[str, type[PipelineConfig]] = {"agentic": AgenticConfig, "sft": SFTConfig}
-    kind = kinds.get(name.partition("_")[0], RLVRConfig)
+    kind = {"agentic": AgenticConfig, "sft": SFTConfig}.get(name.partition("_")[0], RLVRConfig)
     return load_config(kind, name, SHIPPED, overrides, () if kind is SFTConfig else (check_dialect,))
 
 

@@ -15,6 +15,7 @@ from roll.preflight import machine as machine_checks
 from roll.preflight.choices import CHECKS
 from roll.preflight.machine import check_machine
 from tests.support.absence import ENGINES, hide
+from tests.support.configs import put
 
 VALUES = {
     "pretrain": "tiny",
@@ -84,11 +85,7 @@ def problems(models, monkeypatch, request):
     def find(changes):
         values = copy.deepcopy(VALUES)
         for path, value in changes.items():
-            *sections, key = path.split(".")
-            node = values
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[key] = str(models / value) if path == "pretrain" and value in MODELS_AND_OTHERS else value
+            put(values, path, str(models / value) if path == "pretrain" and (models / str(value)).exists() else value)
         try:
             config = validate(AgenticConfig, values, CHECKS[AgenticConfig])
             told = [each for each in check_machine(config) if not each.expected.startswith("the package ")]
@@ -97,9 +94,6 @@ def problems(models, monkeypatch, request):
         return {problem.path: f"{problem.expected} {problem.hint}" for problem in told}
 
     return find
-
-
-MODELS_AND_OTHERS = {*MODELS, "broken", "nameless", "unheard", "adapter"}
 
 
 def engine(name, /, role="actor_train", **options):
@@ -111,8 +105,6 @@ def trainer(name, model="dense", devices=2, /, **options):
 
 
 megatron, fsdp2 = partial(trainer, "megatron_train"), partial(trainer, "fsdp2_train")
-
-
 deepspeed = partial(engine, "deepspeed_train")
 
 

@@ -1,10 +1,12 @@
-"""Trackers, the run's folder, redaction, timing and the display: what a run leaves and what a person sees."""
+"""Trackers and services, the folder of a run, redaction, timing and the display: what a run leaves and shows."""
 
+import importlib.util
 import io
 import json
 import logging
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -16,21 +18,25 @@ import numpy as np
 import pytest
 import yaml
 
-from roll.data.requests import Completion, FinishReason
+from roll.__main__ import main
 from roll.pipeline.profiling import PhaseTimer, host_memory
-from roll.pipeline.rollouts import write_trajectories
-from roll.rollout.types import EpisodeEnd, Trajectory, Turn
+from roll.pipeline.rollouts import answer_row, write_trajectories
+from roll.rollout.types import EpisodeEnd
 from roll.tracking import display as display_module
 from roll.tracking.display import Display, closing_line, difference_interval, sparkline
 from roll.tracking.redact import REDACTED, is_secret_name, redact
 from roll.tracking.run import RunFolder, read_json_lines
-from roll.tracking.trackers import SERVICES, TRACKERS, MultiTracker, TrackerContext, tracker_options
+from roll.tracking.trackers import SERVICES, TRACKERS, AnswerRow, MultiTracker, TrackerContext, tracker_options
 from roll.utils.registry import UnknownNameError
 from tests.support.lines import read_lines
+from tests.support.rollouts import make_trajectory, told_turn
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunFolder]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "SWANLAB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "exp" / "logs" / "trackio"))
     folder = RunFolder(tmp_path, "exp")
     yield folder
     folder.close()
@@ -80,11 +86,6 @@ def test_tensorboard_shows_what_it_was_told_but_no_secrets_nor_steps_that_a_resu
     assert b"hunter2" not in text
 
 
-def test_stdout_writes_one_plain_line_a_step(run, capsys):
-    MultiTracker("stdout", None, TrackerContext(run)).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
-    assert capsys.readouterr().out == "step=3 actor/loss=1e-07 rollout/reward=0.25\n"
-
-
 def test_options_are_flat_or_keyed_by_name_and_those_that_fit_their_types_pass():
     assert TRACKERS.names() == sorted(("stdout", "tensorboard", *SERVICES))
     assert tracker_options([], None) == {}
@@ -97,15 +98,16 @@ def test_options_are_flat_or_keyed_by_name_and_those_that_fit_their_types_pass()
     tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
 
 
-def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run, caplog, capsys):
+def test_a_failing_tracker_is_reported_once_and_the_others_go_on_with_a_plain_line_a_step(run, caplog, capsys):
     tracker = MultiTracker([RECORDER, "stdout"], {RECORDER: {"fail_at": 2}, "stdout": {}}, TrackerContext(run))
     for step in (1, 2, 3):
-        tracker.log({"a/b": 1.0}, step)
+        tracker.log({"rollout/reward": 0.25, "actor/loss": 1e-7}, step)
     tracker.finish()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "failed at step 2" in caplog.text and "the service is away" in caplog.text
-    assert Recorder.logged == [("a/b", 1)] and Recorder.finished == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert Recorder.logged == [("rollout/reward", 1)] and Recorder.finished == 0
+    lines = [f"step={step} actor/loss=1e-07 rollout/reward=0.25\n" for step in (1, 2, 3)]
+    assert capsys.readouterr().out == "".join(lines)
 
 
 UNFIT = [
@@ -132,6 +134,91 @@ def test_wrong_options_are_clear_errors(names, kwargs, message):
     with pytest.raises((ValueError, UnknownNameError)) as caught:
         tracker_options(names, kwargs)
     assert message in str(caught.value)
+
+
+# Services
+
+SECRET = "hf_123456789"
+CONFIG = {"hf_token": SECRET, "seed": 7, "actor_train": {"model_args": {"dtype": "fp32"}}}
+ROWS: list[AnswerRow] = [
+    {"tag": "sums", "prompt": "1+1=", "answer": "Two, €2", "score": 0.5, "success": True},
+    {"tag": "sums", "prompt": "2+2=", "answer": "5", "score": 0.0, "success": False},
+]
+
+
+def track(name: str, run: RunFolder) -> None:
+    """Two steps of a run, the answers of the second."""
+    pytest.importorskip(name)
+    tracker = MultiTracker(name, {}, TrackerContext(run, CONFIG))
+    assert list(tracker._trackers) == [name]
+    tracker.log({"rollout/reward": 0.25, "eval/pass@8": 1.0}, 1)
+    tracker.log_answers(ROWS, 2)
+    tracker.log({"rollout/reward": 0.5, "actor/loss": math.nan}, 2)
+    assert list(tracker._trackers) == [name], "none has failed"
+    tracker.finish()
+    files = [file for file in run.logs.rglob("*") if file.is_file()]
+    assert files and not any(SECRET.encode() in file.read_bytes() for file in files)
+
+
+def test_wandb(run):
+    track("wandb", run)
+    (folder,) = (run.logs / "wandb").glob("offline-run-*")
+    assert len(list(folder.glob("*.wandb"))) == 1
+    (table,) = folder.rglob("answers*.table.json")
+    assert json.loads(table.read_text())["data"] == [list(row.values()) for row in ROWS]
+
+
+def test_mlflow(run):
+    track("mlflow", run)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run.logs / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("roll")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("exp", "FINISHED")
+    assert found.data.params["actor_train.model_args.dtype"] == "fp32" and found.data.params["seed"] == "7"
+    history = client.get_metric_history(found.info.run_id, "rollout/reward")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (2, 0.5)]
+    assert found.data.metrics["eval/pass_8"] == 1.0 and math.isnan(found.data.metrics["actor/loss"])
+    table = json.loads((run.logs / "mlflow" / found.info.run_id / "artifacts" / "answers" / "00002.json").read_text())
+    assert table["data"] == [list(row.values()) for row in ROWS] and table["columns"][0] == "tag"
+
+
+def test_swanlab(run):
+    track("swanlab", run)
+    (file,) = (run.logs / "swanlab").glob("run-*/run-*.swanlab")
+    content = file.read_bytes()
+    assert b"rollout/reward" in content and b"eval/pass@8" in content and b"answers" in content
+
+
+def test_trackio(run):
+    track("trackio", run)
+    (file,) = (run.logs / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        found = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    values = [(name, step, json.loads(metrics)) for name, step, metrics in found]
+    rewards = [(name, step, metrics["rollout/reward"]) for name, step, metrics in values if "rollout/reward" in metrics]
+    assert rewards == [("exp", 1, 0.25), ("exp", 2, 0.5)]
+    assert any("answers" in metrics and step == 2 for _, step, metrics in values)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_missing_package_says_how_to_install_it(name, run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"pip install 'roll-rl\[{name}\]'"):
+        MultiTracker(name, {}, TrackerContext(run))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else find(wanted))
+    assert main(["train", "rlvr_math", f"track_with=[stdout,{name}]"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f'track_with got "{name}"' in said and f"roll-rl[{name}]" in said
+
+
+def test_an_episode_becomes_a_row():
+    turns = [told_turn("Up", "####", "Up", 1.0), told_turn("Down", "##", "Down", 0.5)]
+    expected = {"tag": "boxes", "prompt": "####", "answer": "Up\n##\nDown", "score": 1.5, "success": True}
+    assert answer_row(make_trajectory(turns, tag="boxes")) == expected
 
 
 # Redaction
@@ -215,11 +302,9 @@ def test_the_summary_is_replaced_whole_by_what_json_can_hold(run, monkeypatch):
 
 
 def test_trajectories_are_written_turn_by_turn(run):
-    completion = Completion("r", np.arange(4), np.zeros(4, np.float32), FinishReason.STOP, np.full(4, 2))
-    turn = Turn(np.arange(9), completion, "go <b>", "#P_", None, -0.1, -0.5, "k")
-    trajectory = Trajectory("T", 1, 0, 5, (turn,), EpisodeEnd.TRUNCATED, False, "#_P", True, {"boxes": np.int64(1)})
-    path = write_trajectories(run, "step-000003", [trajectory, trajectory])
-    records = read_lines(path)
+    turn = told_turn("go <b>", "#P_", None, -0.1, -0.5, ids=range(4), prompt=range(9), versions=np.full(4, 2))
+    trajectory = make_trajectory([turn], end=EpisodeEnd.TRUNCATED, info={"boxes": np.int64(1)})
+    records = read_lines(write_trajectories(run, "step-000003", [trajectory, trajectory]))
     assert len(records) == 2 and records[0]["end"] == "truncated" and records[0]["score"] == pytest.approx(-0.6)
     assert records[0]["info"] == {"boxes": 1}
     expected = {"observation": "#P_", "text": "go <b>", "action": None, "task_reward": -0.1, "penalty": -0.5}

@@ -94,6 +94,8 @@ print("end")
 
 
 def test_what_was_spared_is_freed_when_a_worker_starts_over_or_its_process_ends():
-    first, *_ = said = run(SPARED).stdout.splitlines()
+    ended = run(SPARED)
+    assert ended.returncode == 0, ended.stderr
+    first, *_ = said = ended.stdout.splitlines()
     assert first == "spared", "what a process has frozen before it forked is not looked through, nor copied"
     assert said.index("freed: old model") < said.index("end") < said.index("freed: model")

@@ -1,7 +1,7 @@
 """Imports under test: what has become of each key, and the configuration that ``roll train`` would read."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,16 @@ class Import:
 
     def _at(self, key: str) -> Any:
         def inside(node: Any, part: str) -> Any:
-            return (
-                node.get(part) if isinstance(node, dict) else node[int(part)] if part.isdigit() else getattr(node, part)
-            )
+            if isinstance(node, dict):
+                return node.get(part)
+            return node[int(part)] if part.isdigit() else getattr(node, part)
 
         return reduce(inside, key.split("."), self.config)
+
+    def check(self, expected: dict[str, Any], kinds: dict[str, Kind]) -> None:
+        """Values of the configuration, and what has become of keys of theirs."""
+        assert {key: self[key] for key in expected} == expected
+        assert kinds.items() <= self.kinds
 
 
 def imported(
@@ -93,19 +98,22 @@ def imported(
     file: Path | None = None,
     text: str = "",
     variables: dict[str, str] | None = None,
-    lost: set[str] | None = None,
+    lost: Iterable[str] | None = None,
 ) -> Import:
     """A run of a system, its usual one unless there is a file or a text, with further words.
 
     Args:
-        lost: where given, the keys that the result does not say; nothing else is wrong with it.
+        lost: where given, the keys that the result does not say, or kinds by key of which those are lost; nothing else
+            is wrong with it.
     """
+    if isinstance(lost, dict):
+        lost = {key for key, kind in lost.items() if kind in LOST}
     if text:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / GIVEN[system].name).write_text(text)
             return imported(system, *words, file=Path(folder) / GIVEN[system].name, lost=lost)
     found = Import(system, file or GIVEN[system], words, variables)
     if lost is not None:
-        assert found.lost == lost and not found.result.problems, report(found.result)
-        assert found.exit_code == bool(lost)
+        assert found.lost == set(lost) and not found.result.problems, report(found.result)
+        assert found.exit_code == bool(found.lost)
     return found

@@ -1,5 +1,8 @@
 """ChatLearn's files: what becomes of its models, lengths, defaults and devices."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -7,10 +10,7 @@ from roll.configs.rlvr import RLVRConfig
 from tests.unit.extras.importers.imported import GIVEN, IMPOSSIBLE, TO_DO, Import, imported
 
 TRAINER = "models.policy_trainer"
-
-
-def chatlearn(*words: str, text: str = "", lost: set[str] | None = None) -> Import:
-    return imported("chatlearn", *words, text=text, lost=lost)
+chatlearn = partial(imported, "chatlearn")
 
 
 def policy(**changes: object) -> str:
@@ -60,29 +60,29 @@ def test_one_length_for_prompt_and_answer_is_shared():
     assert found["prompt_length", "response_length", "sequence_length"] == (512, 1536, 2048)
 
 
+def launched(folder: Path, before: str, words: str = "", **changes: object) -> Import:
+    """A run whose script tells the number of devices, a variable that lines before its command may set."""
+    (folder / "grpo.yaml").write_text(policy(num_gpu=f"${{{TRAINER}.num_gpu}}", **changes))
+    command = f"python chatlearn/entrypoint.py grpo --config-file grpo.yaml {TRAINER}.num_gpu=${{num_device}}"
+    (folder / "run.sh").write_text(f"#!/bin/bash\n{before}{command} {words}\n")
+    return imported("chatlearn", file=folder / "run.sh")
+
+
 def test_devices_that_only_a_shell_knows_are_asked_for(tmp_path):
-    (tmp_path / "grpo.yaml").write_text(policy(num_gpu=f"${{{TRAINER}.num_gpu}}"))
-    script = tmp_path / "run.sh"
-    start = f"python chatlearn/entrypoint.py grpo --config-file grpo.yaml {TRAINER}.num_gpu=${{num_device}}\n"
-    script.write_text("#!/bin/bash\nnum_device=$(nvidia-smi -L | wc -l)\n" + start)
-    imported("chatlearn", file=script, lost={f"{TRAINER}.num_gpu"})
+    found = launched(tmp_path, "num_device=$(nvidia-smi -L | wc -l)\n")
+    assert found.lost == {f"{TRAINER}.num_gpu"} and not found.result.problems
     (tmp_path / "common.sh").write_text("num_device=4\n")
-    script.write_text("#!/bin/bash\nsource common.sh\n" + start)
-    found = imported("chatlearn", file=script)
+    found = launched(tmp_path, "source common.sh\n")
     assert found["actor_infer.device_mapping", "actor_train.device_mapping"] == ([0, 1, 2, 3], [0, 1, 2, 3])
 
 
 def test_devices_that_only_a_shell_knows_are_whole_nodes_that_hold_the_layout(tmp_path):
-    (tmp_path / "grpo.yaml").write_text(policy(num_gpu=f"${{{TRAINER}.num_gpu}}", tensor_model_parallel_size=16))
     sizes = {"tensor_model_parallel": 4, "pipeline_model_parallel": 2, "context_parallel": 3}
-    words = [f"runtime_args.train_backend=megatron {TRAINER}.num_gpu=${{num_device}}"]
-    words += [f"{TRAINER}.{key}_size={size}" for key, size in sizes.items()]
-    start = f"python chatlearn/entrypoint.py grpo --config-file grpo.yaml {' '.join(words)}\n"
+    words = " ".join(f"{TRAINER}.{key}_size={size}" for key, size in sizes.items())
+    words += " runtime_args.train_backend=megatron"
     count = '[ -z "$GPUS_PER_NODE" ] && export GPUS_PER_NODE=$(nvidia-smi -L | wc -l)\n'
-    script = tmp_path / "run.sh"
-    for begin in ("", f"{count}num_device=$((1 * $GPUS_PER_NODE))\n"):
-        script.write_text(begin + start)
-        found = imported("chatlearn", file=script)
+    for before in ("", f"{count}num_device=$((1 * $GPUS_PER_NODE))\n"):
+        found = launched(tmp_path, before, words, tensor_model_parallel_size=16)
         assert found.written["actor_train"]["device_mapping"] == "list(range(0,48))"
     assert found.written["num_nodes"] == 6
     (told,) = (each for each in found.outcomes if "GPUS_PER_NODE" in each.note)

@@ -17,6 +17,7 @@ from roll.extras.importers.convert import convert, report
 from roll.extras.importers.draft import Draft
 from roll.extras.importers.reading import Given, UnreadableError, read
 from roll.extras.importers.table import DERIVE, rows
+from tests.support.configs import put
 from tests.unit.extras.importers.imported import DROPPED, GIVEN, ROLL, imported
 
 CRITIC = ["algorithm.adv_estimator=gae", "critic.model.path=other/model"]
@@ -146,11 +147,7 @@ def drafted(system: str, keys: dict[str, Any]) -> Draft:
     """The whole run of a system with further keys."""
     given = copy.deepcopy(read(system, [GIVEN[system]], []))
     for key, value in keys.items():
-        *above, last = key.split(".")
-        node = given.values
-        for part in above:
-            node = node.setdefault(part, {})
-        node[last] = value
+        put(given.values, key, value)
     draft = Draft(system, Given(given.values, given.links, given.missing))
     draft.take_all()
     DERIVATIONS[system](draft)

@@ -1,9 +1,10 @@
 """ROLL's files: what becomes of its pipelines, engines, teachers, rewards, environments and devices."""
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
-import yaml
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
@@ -12,25 +13,14 @@ from roll.configs.preference import DPOConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.pipeline.programs import program_of
 from tests.support.choice import one_in
-from tests.unit.extras.importers.imported import (
-    DERIVED,
-    DROPPED,
-    FILES,
-    IMPOSSIBLE,
-    LOST,
-    ROLL,
-    TO_DO,
-    UNKNOWN,
-    Import,
-    imported,
-)
+from tests.unit.extras.importers.imported import DERIVED, DROPPED, FILES, IMPOSSIBLE, ROLL, TO_DO, UNKNOWN, imported
 
 TRAIN, INFER = (f"{role}.strategy_args.strategy_config" for role in ("actor_train", "actor_infer"))
 MODEL, DATA = "actor_train.model_args", "actor_train.data_args"
 NAME = "strategy_args.strategy_name"
 
 
-def roll(name: str, *words: str, lost: set[str] | None = None) -> Import:
+def roll(name: str, *words: str, lost: Iterable[str] | None = None) -> Any:
     return imported("roll", *words, file=ROLL[name], lost=lost)
 
 
@@ -94,8 +84,7 @@ def test_a_run_of_every_pipeline(name):
     schema, program, expected, kinds = RUNS[name]
     found = roll(name, lost=set())
     assert found.schema is schema and program_of(found.written) == program
-    assert {key: found[key] for key in expected} == expected
-    assert kinds.items() <= found.kinds
+    found.check(expected, kinds)
     assert "not-to-be-copied" not in found.text
 
 
@@ -265,10 +254,7 @@ CASES = {
 @pytest.mark.parametrize("what", one_in(4, CASES))
 def test_keys_that_are_read_together(what):
     name, words, expected, kinds = CASES[what]
-    lost = {key for key, kind in kinds.items() if kind in LOST}
-    found = roll(name, *words, lost=lost)
-    assert {key: found[key] for key in expected} == expected
-    assert kinds.items() <= found.kinds
+    roll(name, *words, lost=kinds).check(expected, kinds)
 
 
 def test_what_is_read_in_one_pipeline_alone_is_written_nowhere_else():
@@ -279,30 +265,25 @@ def test_what_is_read_in_one_pipeline_alone_is_written_nowhere_else():
     assert "{prompt}" in told and "{reference_solution}" in told
 
 
-def test_several_teachers(tmp_path):
-    values = yaml.safe_load(ROLL["opd"].read_text())
-    values["teacher"] = {
-        name: {
-            "opd_kl_coef": 0.5,
-            "tag_included": [tag],
-            "model_args": {"model_name_or_path": model, "dtype": "bf16"},
-            "strategy_args": {"strategy_name": "megatron_infer", "strategy_config": {"tensor_model_parallel_size": 2}},
-            "device_mapping": "list(range(0,2))",
-        }
-        for name, tag, model in (("m", "sums", "Qwen/Qwen2.5-7B"), ("c", "code", "Qwen/Qwen2.5-Coder-7B"))
-    }
-    values["rewards"]["sums"]["tag_included"] = ["sums", "code"]
-    file = tmp_path / "several.yaml"
-    file.write_text(yaml.safe_dump(values))
-    found = imported("roll", file=file, lost=set())
+TWO_TENSOR = "{strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}"
+OF_A_TAG = f"model_args: {{model_name_or_path: %s, dtype: bf16}}, strategy_args: {TWO_TENSOR}, device_mapping: [0, 1]"
+
+
+def test_several_teachers():
+    def taught(of_maths: str) -> Any:
+        maths = f"{{{of_maths}, {OF_A_TAG % 'Qwen/Qwen2.5-7B'}}}"
+        code = f"{{tag_included: [code], opd_kl_coef: 0.5, {OF_A_TAG % 'Qwen/Qwen2.5-Coder-7B'}}}"
+        keys = ("opd_kl_coef", "tag_included", "model_args", "strategy_args", "device_mapping")
+        teachers = (*(f"~teacher.{key}" for key in keys), f"teacher={{m: {maths}, c: {code}}}")
+        return roll("opd", *teachers, "rewards.sums.tag_included=[sums,code]", lost=set())
+
+    found = taught("tag_included: [sums], opd_kl_coef: 0.5")
     assert found["teacher", "teacher_coefficients"] == (None, [0.5, 0.5])
     told = {name: (each.pretrain, each.tag_included) for name, each in found.config.teachers.items()}
     assert told == {"m": ("Qwen/Qwen2.5-7B", ["sums"]), "c": ("Qwen/Qwen2.5-Coder-7B", ["code"])}
     assert found[f"teachers.c.{NAME}", "teachers.c.model_args.dtype"] == ("megatron_infer", "bf16")
     assert found["teachers.c.strategy_args.strategy_config.tensor_model_parallel_size"] == 2
-    values["teacher"]["m"] |= {"tag_included": [], "opd_kl_coef": 0.3}
-    file.write_text(yaml.safe_dump(values))
-    config = imported("roll", file=file).config
+    config = taught("tag_included: [], opd_kl_coef: 0.3").config
     assert dict(zip(config.tags, config.teacher_coefficients, strict=True)) == {"sums": 0.3, "code": 0.8}
 
 

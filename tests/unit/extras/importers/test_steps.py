@@ -63,6 +63,7 @@ def step_of(config: Any) -> dict[str, Any]:
     last = rollouts * steps - 1
     cispo = config.pg_variant == "cispo"
     clip = [config.cispo_epsilon_low, config.cispo_epsilon_high] if cispo else clip_of(config)
+    shape = "std" if config.norm_adv_by_std_in_grpo else "mean"
     return {
         "answers": [config.rollout_batch_size, 1 if agentic else config.num_return_sequences_in_group],
         "step": config.actor_train.global_train_batch_size,
@@ -71,11 +72,7 @@ def step_of(config: Any) -> dict[str, Any]:
         "kl": kl_of(config),
         "clip": [*clip, config.dual_clip_c if config.dual_clip_loss and not cispo else None],
         "mean": config.loss_agg_mode,
-        "advantage": [
-            config.adv_estimator,
-            "std" if config.norm_adv_by_std_in_grpo else "mean",
-            "whitened" if config.whiten_advantages else "raw",
-        ],
+        "advantage": [config.adv_estimator, shape, "whitened" if config.whiten_advantages else "raw"],
         "sampling": sampling(config.actor_infer.generating_args)[:3],
         "held_out": held_out(config),
         "lengths": [config.prompt_length, config.response_length],
@@ -106,13 +103,8 @@ def test_a_step_is_what_it_was(system, name):
 CHATLEARN, MINDSPEED = (
     yaml.safe_load((FILES / "steps" / f"{name}.yaml").read_text()) for name in ("chatlearn", "mindspeed")
 )
-SIZES = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-}
+SIZES = {name: f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")}
+SIZES |= {"context": "context_parallel_size", "expert_tensor": "expert_tensor_parallel_size"}
 
 
 def advantage_of(config: RLVRConfig) -> list[str]:

@@ -2,8 +2,6 @@
 
 import copy
 import csv
-import subprocess
-import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -21,31 +19,16 @@ from roll.configs.preference import DPOConfig
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import ROLES, locate
-from roll.extras.importers import SYSTEMS
+from roll.extras.importers import SYSTEMS, table
 from roll.extras.importers.common import leaves
 from roll.extras.importers.convert import DERIVE, annotate, convert, report
 from roll.extras.importers.draft import Draft, Kind, value_at
 from roll.extras.importers.reading import Given, read
 from roll.extras.importers.recognise import picture_family, pictures_in
-from roll.extras.importers.table import DERIVE as DERIVED
-from roll.extras.importers.table import (
-    DROP,
-    FOLDER,
-    SECTION,
-    TRANSFORMS,
-    Omitted,
-    Partial,
-    Row,
-    Untranslatable,
-    advice,
-    fill,
-    find,
-    rows,
-    spread,
-    usual,
-)
+from roll.extras.importers.table import DROP, FOLDER, SECTION, TRANSFORMS, Row, fill, find, rows, spread, usual
 from roll.models.pictures import FAMILIES
 from roll.preflight.choices import CHECKS
+from tests.support.configs import put
 from tests.unit.extras.importers.imported import DROPPED, GIVEN, IMPOSSIBLE, LOST, ROLL, TO_DO, UNKNOWN, imported
 
 DOCUMENTED = [
@@ -128,7 +111,7 @@ def test_the_closest_row_is_taken():
     ],
 )
 def test_hints_are_made_from_the_tables(path, hint):
-    assert advice(path.split(".")) == hint
+    assert table.advice(path.split(".")) == hint
 
 
 def test_values_are_carried_over():
@@ -138,19 +121,13 @@ def test_values_are_carried_over():
     assert TRANSFORMS["attention"]("disabled") == "eager"
     assert TRANSFORMS["trackers"](["console", "tensorboard"]) == ["stdout", "tensorboard"]
     assert TRANSFORMS["schedule"]("inverse-square-root") == "inverse_sqrt"
-    with pytest.raises(Untranslatable, match="polynomial has no counterpart"):
+    with pytest.raises(table.Untranslatable, match="polynomial has no counterpart"):
         TRANSFORMS["schedule"]("polynomial")
-    with pytest.raises(Omitted, match="no tracker clearml"):
+    with pytest.raises(table.Omitted, match="no tracker clearml"):
         TRANSFORMS["trackers"]("clearml")
-    with pytest.raises(Partial, match="no tracker clearml") as some:
+    with pytest.raises(table.Partial, match="no tracker clearml") as some:
         TRANSFORMS["trackers"](["console", "clearml"])
     assert some.value.value == "stdout"
-
-
-def test_the_page_is_current():
-    script = Path(__file__).resolve().parents[4] / "scripts" / "generate_migration_docs.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 NAMES = {"<role>": "actor_train", "<domain>": "sums", "<tag>": "Boxes", "**": "a"}
@@ -185,17 +162,11 @@ def value_of(row: Row, ours: str) -> Any:
     return {}
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value  # type: ignore[no-any-return]
-
-
 TRANSLATED = [
     pytest.param(system, row, id=f"{system}:{row.key}")
     for system in SYSTEMS
     for row in rows(system)
-    if row.how not in (SECTION, DERIVED, DROP, IMPOSSIBLE)
+    if row.how not in (SECTION, table.DERIVE, DROP, IMPOSSIBLE)
 ]
 
 
@@ -209,7 +180,8 @@ def test_a_key_there_becomes_the_key_here(system, row):
     ours = fill(row.ours, NAMES) or key
     value = value_of(row, ours)
     expected = TRANSFORMS[row.how](value) if row.how else value
-    values = nested(key, value)
+    values: dict[str, Any] = {}
+    put(values, key, value)
     draft = Draft(system, Given(values, values, frozenset()))
     draft.take_all()
     assert draft.get(ours, "nothing") == expected
@@ -228,7 +200,7 @@ def test_of_what_is_read_together_nothing_goes_without_a_word(system):
     """Each derived key beside a whole run of its system: told of, and the derivation takes it or says why not."""
     silent, whole = [], read(system, [GIVEN[system]], [])
     for row in rows(system):
-        if row.how != DERIVED or "<" in row.key or row.key.endswith("**") or ":" in row.key:
+        if row.how != table.DERIVE or "<" in row.key or row.key.endswith("**") or ":" in row.key:
             continue
         given = copy.deepcopy(whole)
         value = given.values
@@ -352,10 +324,7 @@ def test_a_key_that_no_rule_knows_is_told_in_every_section(system):
     values: dict[str, Any] = {}
     closed = [section for section in sections(system) if not is_open(system, section)]
     for section in closed:
-        node = values
-        for part in section.split("."):
-            node = node.setdefault(part, {})
-        node["key_of_nobody"] = 7
+        put(values, f"{section}.key_of_nobody", 7)
     draft = Draft(system, Given(values, values, frozenset()))
     draft.take_all()
     told = {each.key for each in draft.outcomes if each.kind == Kind.IMPOSSIBLE} | {key for key, _ in draft.unknown}
@@ -434,14 +403,9 @@ TEXT = [
 ]
 
 
-@pytest.mark.parametrize("values", PICTURES, ids=str)
-def test_what_asks_for_pictures_video_or_sound_is_seen(values):
-    assert list(pictures_in(values))
-
-
-@pytest.mark.parametrize("values", TEXT, ids=str)
-def test_text_is_no_picture(values):
-    assert list(pictures_in(values)) == []
+@pytest.mark.parametrize("values", PICTURES + TEXT, ids=str)
+def test_what_asks_for_pictures_video_or_sound_is_seen_and_text_is_no_picture(values):
+    assert bool(list(pictures_in(values))) == (values in PICTURES)
 
 
 @pytest.mark.parametrize(
@@ -462,79 +426,112 @@ def test_pictures_are_refused_by_name(system, word):
     assert any("pictures" in each.note for each in found.outcomes if each.key == key and each.kind == IMPOSSIBLE)
 
 
-def test_pictures_become_keys_of_ours():
-    data = "actor_train.data_args"
-    words = [f"+{data}.image_max_pixels=4096", f"+{data}.image_folder=/data", "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"]
-    found = imported("roll", *words)
-    assert found.lost == set() and found[f"{data}.image_max_pixels", f"{data}.image_folder"] == (4096, "/data")
-    worker = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
-    assert imported("roll", f"rewards.cv.worker_cls={worker}").written["rewards"]["cv"]["verifiers"] == [
-        {"name": "boxes"}
-    ]
-    words = ["data.image_key=shots", "+data.mm_processor_kwargs={max_pixels: 4096}", "data.val_files=geo3k.parquet"]
-    found = imported("verl", *words)
-    assert found.exit_code == 0 and found[f"{data}.image_max_pixels", f"{data}.image"] == (4096, "shots")
+NAMES_OF_MODELS = (
+    "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3.5-9B", "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "llava-hf/llava-1.5-7b-hf", "zai-org/GLM-4.1V-9B-Thinking", "google/gemma-3-4b-it",
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+)  # fmt: skip
+WORKER = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
+
+
+def test_questions_about_pictures_have_their_verifiers():
+    written = imported("roll", f"rewards.cv.worker_cls={WORKER}", lost=set()).written
+    assert written["rewards"]["cv"]["verifiers"] == [{"name": "boxes"}]
+    found = imported("verl", "data.image_key=shots", "data.val_files=geo3k.parquet", lost=set())
     assert [each.weight for each in found["rewards.geo3k.verifiers"]] == [0.9, 0.1]
 
 
-SEEN = "pretrain=Qwen/Qwen2.5-VL-7B-Instruct"
+def data(**values: Any) -> dict[str, Any]:
+    return {f"actor_train.data_args.{key}": value for key, value in values.items()}
 
 
-def test_rows_with_pictures_have_the_columns_and_bounds_of_rolls_pipelines():
-    data = "actor_train.data_args"
-    found = imported("roll", SEEN, "+actor_train.model_args.freeze_module_prefix=vision_model.blocks,model.lm_head")
-    assert found[f"{data}.messages", f"{data}.response", f"{data}.tag", f"{data}.image"] == (
-        "prompt", "reward_model.ground_truth", "data_source", "images",
-    )  # fmt: skip
-    assert found[f"{data}.image_max_pixels", f"{data}.image_min_pixels"] == (4096**2, 56**2)
-    assert found["actor_train.model_args.freeze_module_prefix"] == "model.visual.blocks,model.lm_head"
-    found = imported("roll", SEEN, f"~{data}.domain_interleave_probs")
-    names = [f"{data}.{key}" for key in ("messages", "prompt", "response", "image", "image_max_pixels")]
-    assert found[tuple(names)] == (None, "problem", "solution", "image", 768**2)
-    found = imported("roll", "student_pretrain=Qwen/Qwen2.5-VL-3B-Instruct", file=ROLL["distill"])
-    assert found[f"{data}.prompt", f"{data}.response", f"{data}.image"] == ("problem", "solution", "image")
-    assert (f"{data}.prompt", TO_DO) in found.kinds
+def added(values: dict[str, Any]) -> list[str]:
+    return [f"+{key}={value}" for key, value in values.items()]
 
 
-def test_an_engine_that_takes_no_pictures_is_named():
-    word = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
-    sharing = ["model_engine=megatron", "actor_rollout_ref.actor.megatron.context_parallel_size=2"]
-    sglang = "actor_rollout_ref.rollout.name=sglang"
-    found = imported("verl", word, *sharing, sglang)
-    refused = {each.path.partition(".")[0]: each for each in found.result.problems}
-    assert found.exit_code == 1 and "actor_train" in refused and "actor_infer" not in refused
-    assert "such as fsdp2_train (megatron_train takes no pictures with context" in refused["actor_train"].expected
-    assert imported("verl", word, lost=set()).exit_code == 0
-    for model, chosen, words in (
-        (
-            "google/gemma-3-4b-it",
-            ["data.train_files=/data/geo3k/train.parquet"],
-            "such as hf_infer (vllm was not compared on gemma3, but on qwen2_5_vl",
-        ),
-        (
-            "Qwen/Qwen3.5-9B",
-            (sglang, "data.image_key=shown"),
-            "such as vllm (sglang was not compared on qwen3_5, but on qwen2_5_vl, qwen3_vl)",
-        ),
-    ):
-        found = imported("verl", f"actor_rollout_ref.model.path={model}", *chosen)
-        (refused,) = [each for each in found.result.problems if each.path.startswith("actor_infer")]
-        assert words in refused.expected
+def model(name: str) -> str:
+    return f"actor_rollout_ref.model.path={name}"
+
+
+QWEN, *_, GEMMA, MISTRAL = NAMES_OF_MODELS
+QWEN3 = "pretrain=Qwen/Qwen3-VL-4B-Instruct"
+IMAGES = data(image_max_pixels=4096, image_folder="/data")
+VIDEOS = data(video_fps=4.0, video_total_pixels=4096, video_folder="/data")
+FREEZE, FROZEN = "actor_rollout_ref.actor.freeze_vision_tower", "actor_train.model_args.freeze_module_prefix"
+TOWER, OWN = f"+{FROZEN}=vision_model", "actor_train.data_args.custom_data_kwargs_func"
+UTILS = f"+{OWN}=roll.datasets.vlm_dataset_utils"
+SGLANG = "actor_rollout_ref.rollout.name=sglang"
+SHARING = ("model_engine=megatron", "actor_rollout_ref.actor.megatron.context_parallel_size=2")
+WRITTEN_OUT = ("data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos")
+TRAINER, GENERATOR, REFERENCE = map(
+    "{}.strategy_args.strategy_name".format, ("actor_train", "actor_infer", "reference")
+)
+PLAIN = (f"{TRAINER}=fsdp2_train", f"{GENERATOR}=hf_infer", f"{REFERENCE}=hf_infer")
+OF_OTHER_ENGINES = [f"actor_infer.{OPTIONS}{key}" for key in ("gpu_memory_utilization", "block_size")]
+OF_OTHER_ENGINES += [f"actor_train.{OPTIONS}tensor_model_parallel_size"]
+ROLLS = data(messages="prompt", response="reward_model.ground_truth", tag="data_source", image="images")
+# What is said: the system, words, keys of the result, kinds of their keys with all that are lost, all that is refused.
+SEEN = {
+    "bounds and a folder": ("roll", [f"pretrain={QWEN}", *added(IMAGES)], IMAGES, {}, {}),
+    "a column and a bound": ("verl", ["data.image_key=shots", "+data.mm_processor_kwargs={max_pixels: 4096}"],
+        data(image_max_pixels=4096, image="shots"), {}, {}),
+    "columns and bounds of ROLL's pipeline of several domains": ("roll", [f"pretrain={QWEN}",
+        f"{TOWER}.blocks,model.lm_head"], ROLLS | data(image_max_pixels=4096**2, image_min_pixels=56**2) | {
+        FROZEN: "model.visual.blocks,model.lm_head"}, {}, {}),
+    "those of one domain": ("roll", [f"pretrain={QWEN}", "~actor_train.data_args.domain_interleave_probs"],
+        data(messages=None, prompt="problem", response="solution", image="image", image_max_pixels=768**2), {}, {}),
+    "defaults that are written out": ("verl", WRITTEN_OUT, {},
+        {"data.image_key": DROPPED, "data.video_key": DROPPED}, {}),
+    "defaults that are written out, and pictures": ("verl", [*WRITTEN_OUT, model(QWEN)], {}, {}, {}),
+    "videos": ("roll", [QWEN3, *added(VIDEOS), *PLAIN], VIDEOS | data(video="video", video_max_frames=128),
+        dict.fromkeys(OF_OTHER_ENGINES, IMPOSSIBLE), {}),
+    "videos for a family that was not compared": ("verl", ["+data.video_key=clips", model(QWEN)], data(video="clips"),
+        {}, {"actor_train.data_args.video": "null: videos are for qwen3_vl alone, not for qwen2_5_vl",
+             GENERATOR: "such as hf_infer (vllm has not been compared"}),
+    "data named after videos": ("verl", ["data.train_files=/data/tinyllava-video-r1/train.parquet",
+        model("Qwen/Qwen3.5-9B")], {}, {}, {"actor_train.data_args.video": "", GENERATOR: ""}),
+    "a function that reads the rows has its columns": ("roll", [QWEN3,
+        f"{UTILS}.video_r1_get_data_kwargs", *added(data(video_fps=2.0))],
+        data(prompt="problem", messages=None, response="solution", tag="modality_type", video="video"),
+        {"actor_train.data_args.prompt": TO_DO}, {}),
+    "or is refused": ("roll", [QWEN3, f"{UTILS}.mine"], {}, {OWN: IMPOSSIBLE}, {}),
+    "a tower that is frozen": ("verl", [model(QWEN), "data.image_key=shown", f"{FREEZE}=true"],
+        {FROZEN: "model.visual"}, {}, {}),
+    "a tower of another name": ("verl", [model(MISTRAL), "data.image_key=shown", f"{FREEZE}=true"], {FROZEN: None}, {},
+        {}),
+    "a frozen tower without pictures": ("verl", [f"{FREEZE}=true"], {FROZEN: None}, {}, {}),
+    "a frozen tower of ROLL's without pictures": ("roll", [TOWER], {FROZEN: None}, {FROZEN: DROPPED}, {}),
+    "pictures for every engine": ("verl", [model(QWEN)], {}, {}, {}),
+    "a layout that takes no pictures": ("verl", [model(QWEN), *SHARING, SGLANG], {}, {},
+        {TRAINER: "such as fsdp2_train (megatron_train takes no pictures with context", REFERENCE: "fsdp2_infer"}),
+    "a family that vLLM was not compared on": ("verl", [model(GEMMA), "data.train_files=/data/geo3k/train.parquet"],
+        {}, {}, {GENERATOR: "such as hf_infer (vllm was not compared on gemma3, but on qwen2_5_vl"}),
+    "a family that SGLang was not compared on": ("verl", [model("Qwen/Qwen3.5-9B"), SGLANG, "data.image_key=shown"],
+        {}, {}, {GENERATOR: "such as vllm (sglang was not compared on qwen3_5, but on qwen2_5_vl, qwen3_vl)"}),
+    "a mixture of experts": ("verl", [model("Qwen/Qwen3.5-35B-A3B"), "data.train_files=/data/geo3k.parquet"], {}, {},
+        {"actor_train.data_args.image": ""}),
+    "a mixture of experts without pictures": ("verl", [model("Qwen/Qwen3.5-35B-A3B")], {}, {}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_pictures_and_videos_become_keys_of_ours_or_are_refused(what):
+    system, words, expected, kinds, refused = SEEN[what]
+    found = imported(system, *words)
+    found.check(expected, kinds)
+    assert found.lost == {key for key, kind in kinds.items() if kind in LOST}
+    problems = {each.path: each.expected for each in found.result.problems}
+    assert problems.keys() == refused.keys() and all(words in problems[path] for path, words in refused.items())
+
+
+def test_a_student_that_sees_has_the_columns_of_pictures():
+    found = imported("roll", "student_pretrain=Qwen/Qwen2.5-VL-3B-Instruct", file=ROLL["distill"], lost=set())
+    found.check(data(prompt="problem", response="solution", image="image"), {"actor_train.data_args.prompt": TO_DO})
 
 
 def test_every_family_with_pictures_is_known_by_the_name_of_a_model():
-    names = (
-        "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3.5-9B", "Qwen/Qwen3-VL-30B-A3B-Instruct",
-        "llava-hf/llava-1.5-7b-hf", "zai-org/GLM-4.1V-9B-Thinking", "google/gemma-3-4b-it",
-        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
-    )  # fmt: skip
-    assert tuple(map(picture_family, names)) == FAMILIES
+    assert tuple(map(picture_family, NAMES_OF_MODELS)) == FAMILIES
     assert picture_family("google/gemma-3n-E4B-it") is None and picture_family("Qwen/Qwen3.5-35B-A3B") is None
-    found = imported(
-        "verl", "actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B", "data.train_files=/data/geo3k.parquet"
-    )
-    assert "actor_train.data_args.image" in {each.path for each in found.result.problems}
-    imported("verl", "actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B", lost=set())
 
 
 def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_path):
@@ -546,61 +543,6 @@ def test_an_environment_that_is_seen_has_its_picture_between_the_templates(tmp_p
     made = yaml.safe_load(convert("roll", [file]).text)["custom_envs"]["Seen"]
     assert made["env_manager_cls"] == "traj" and made["env_config"] == {"render_mode": "rgb_array"}
     assert made["agent_template"] == "Turn {turn_idx}:\n{observation}{actions_left} left."
-
-
-def test_a_default_that_is_written_out_asks_for_no_pictures():
-    words = ["data.image_key=images", "data.return_multi_modal_inputs=true", "+data.video_key=videos"]
-    found = imported("verl", *words, lost=set())
-    assert {("data.image_key", DROPPED), ("data.video_key", DROPPED)} <= found.kinds
-    imported("verl", *words, "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", lost=set())
-
-
-def test_videos_become_keys_of_ours():
-    data, seeing = "actor_train.data_args", "pretrain=Qwen/Qwen3-VL-4B-Instruct"
-    words = [f"+{data}.video_fps=4.0", f"+{data}.video_total_pixels=4096", f"+{data}.video_folder=/data", seeing]
-    engines = [f"{role}.strategy_args.strategy_name=hf_infer" for role in ("actor_infer", "reference")]
-    found = imported("roll", *words, "actor_train.strategy_args.strategy_name=fsdp2_train", *engines)
-    keys = ("video", "video_fps", "video_total_pixels", "video_folder", "video_max_frames")
-    assert found[tuple(f"{data}.{key}" for key in keys)] == ("video", 4.0, 4096, "/data", 128)
-    assert not [key for key in found.lost if "video" in key] and "pretrain" not in found.lost
-    found = imported("verl", "+data.video_key=clips", "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct")
-    expected = {each.path: each.expected for each in found.result.problems}
-    assert found[f"{data}.video",] == ("clips",)
-    assert expected[f"{data}.video"] == "null: videos are for qwen3_vl alone, not for qwen2_5_vl"
-    assert "such as hf_infer (vllm has not been compared" in expected["actor_infer.strategy_args.strategy_name"]
-
-
-def test_data_named_after_videos_need_engines_that_take_them():
-    words = ("data.train_files=/data/tinyllava-video-r1/train.parquet", "actor_rollout_ref.model.path=Qwen/Qwen3.5-9B")
-    refused = {each.path for each in imported("verl", *words).result.problems}
-    assert {"actor_train.data_args.video", "actor_infer.strategy_args.strategy_name"} <= refused
-
-
-def test_a_function_that_reads_the_rows_has_its_columns_or_is_refused():
-    data, seeing = "actor_train.data_args", "pretrain=Qwen/Qwen3-VL-4B-Instruct"
-    own = f"+{data}.custom_data_kwargs_func=roll.datasets.vlm_dataset_utils"
-    found = imported("roll", seeing, f"{own}.video_r1_get_data_kwargs", f"+{data}.video_fps=2.0")
-    assert found[f"{data}.prompt", f"{data}.messages", f"{data}.response", f"{data}.tag", f"{data}.video"] == (
-        "problem", None, "solution", "modality_type", "video",
-    )  # fmt: skip
-    assert (f"{data}.prompt", TO_DO) in found.kinds and f"{data}.custom_data_kwargs_func" not in found.lost
-    assert f"{data}.custom_data_kwargs_func" in imported("roll", seeing, f"{own}.mine").lost
-
-
-def test_the_tower_is_frozen_in_a_run_with_pictures_alone():
-    key, frozen = "actor_rollout_ref.actor.freeze_vision_tower", "actor_train.model_args.freeze_module_prefix"
-    for model, expected in (
-        ("Qwen/Qwen2.5-VL-7B-Instruct", "model.visual"),
-        ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", None),
-        ("Qwen/Qwen2.5-7B-Instruct", None),
-    ):
-        words = (
-            (f"actor_rollout_ref.model.path={model}", "data.image_key=shown") if expected or "Small" in model else ()
-        )
-        found = imported("verl", *words, f"{key}=true")
-        assert found[frozen,] == (expected,) and key not in found.lost
-    found = imported("roll", f"+{frozen}=vision_model")
-    assert found[frozen,] == (None,) and (frozen, DROPPED) in found.kinds
 
 
 def test_the_report_begins_with_what_a_user_must_look_at():

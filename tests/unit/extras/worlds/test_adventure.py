@@ -7,6 +7,7 @@ import re
 import pytest
 
 from roll.extras.worlds.adventure import ACTIONS, AdventureEnv, House, State, draw_house
+from tests.support.tags import answer
 
 HOUSE = House(
     names=("hall", "kitchen", "cellar"),
@@ -16,10 +17,6 @@ HOUSE = House(
     treasure=2,
 )
 WAY = ["go north", "take", "go south", "unlock east", "go east", "take"]
-
-
-def answer(name: str) -> str:
-    return f"<answer>{name}</answer>"
 
 
 def in_house(house: House, **config: object) -> AdventureEnv:
@@ -71,21 +68,19 @@ def test_a_house_is_told_and_solved():
     assert rewards == pytest.approx([-0.02, -0.02, -0.02, 0.48, -0.02, 1.98])
 
 
-@pytest.mark.parametrize("name", ["go east", "go south", "unlock east", "unlock north", "take"])
-def test_what_cannot_be_done_changes_nothing(name):
-    env = in_house(HOUSE)
-    before = env.observation()
-    text, reward, terminated, truncated, info = env.step(answer(name))
-    assert (text, reward, terminated, truncated, info["action_is_effective"]) == (before, 0.0, False, False, False)
-    assert info["action"] == name and info["penalty"] == 0.0
-
-
-@pytest.mark.parametrize("said", ["", "go north", answer("walk north"), answer("go north, take")])
-def test_what_is_no_action_costs_the_penalty(said):
+@pytest.mark.parametrize(
+    ("said", "action", "penalty"),
+    [
+        *((answer(name), name, 0.0) for name in ("go east", "go south", "unlock east", "unlock north", "take")),
+        *((said, None, -0.25) for said in ("", "go north", answer("walk north"), answer("go north, take"))),
+    ],
+)
+def test_what_cannot_be_done_changes_nothing_and_what_is_no_action_costs_the_penalty(said, action, penalty):
     env = in_house(HOUSE, format_penalty=-0.25)
     before = env.observation()
-    text, reward, _, _, info = env.step(said)
-    assert (text, reward, info["action"], info["action_is_effective"]) == (before, -0.25, None, False)
+    text, reward, terminated, truncated, info = env.step(said)
+    assert (text, reward, terminated, truncated) == (before, penalty, False, False)
+    assert (info["action"], info["action_is_effective"], info["penalty"]) == (action, False, penalty)
 
 
 @pytest.mark.parametrize(("num_rooms", "num_doors"), [(2, 0), (2, 1), (4, 3), (6, 2)])

@@ -2,13 +2,12 @@
 
 import re
 
-import gymnasium
 import pytest
 
 import roll.agentic.env as envs
 from tests.support.absence import hide
+from tests.unit.extras.worlds.test_gym_adapter import TAXI
 
-TAXI = max((name for name in gymnasium.registry if name.startswith("Taxi-v")), key=lambda name: int(name[6:]))
 ITEMS = [{"prompt": "1+1=", "answer": "2"}]
 URL, GUESS = "http://x", "GuessTheNumber-v0"
 HERE = "tests.unit.extras.worlds.test_single_turn"

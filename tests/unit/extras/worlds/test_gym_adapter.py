@@ -7,16 +7,13 @@ import pytest
 
 import roll.agentic.env as envs
 from roll.extras.worlds.gym_adapter import GymnasiumEnv, tell_colours
+from tests.support.tags import answer
 
 TAXI = max((name for name in gymnasium.registry if name.startswith("Taxi-v")), key=lambda name: int(name[6:]))
 """The newest: gymnasium refuses older versions."""
 
 CLIFF = {"env_id": "CliffWalking-v1", "action_names": ["Up", "Right", "Down", "Left"], "success_return": -13}
 CLIFF |= {"max_steps": 30}
-
-
-def answer(name: str) -> str:
-    return f"<answer>{name}</answer>"
 
 
 def test_cliff_walking_is_won_by_walking_along_the_cliff():

@@ -7,12 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.extras.worlds.hidden_word import WORDS, HiddenWordEnv, marks
+from tests.support.tags import answer
 
 LETTERS = st.text("abc", min_size=5, max_size=5)
-
-
-def answer(word: str) -> str:
-    return f"<answer>{word}</answer>"
 
 
 @given(LETTERS, LETTERS)

@@ -6,16 +6,15 @@ import random
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from roll.configs.env import CustomEnvConfig
-from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
 from roll.extras.worlds.shop import Catalogue, Goal, Product, ShopEnv, catalogue
-from roll.models.tiny import make_tokenizer
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
+from tests.support.rollouts import RENDERER, TOKENIZER, sampled
+from tests.support.tags import answer
 
 SMALL = {"kinds": ["hat", "mug"], "attributes": {"colour": ["blue", "red"], "size": ["large", "small"]}, "num_shown": 1}
 PRODUCTS = [
@@ -24,10 +23,7 @@ PRODUCTS = [
     Product("mug", ("blue", "small"), 7),
     Product("hat", ("red", "small"), 9),
 ]
-
-
-def answer(command: str) -> str:
-    return f"<answer>{command}</answer>"
+GOAL = Goal("mug", ("red", "small"), 8)
 
 
 def call(name: str, **arguments: object) -> str:
@@ -44,7 +40,7 @@ def in_shop(goal: Goal, **config: object) -> ShopEnv:
 
 
 def test_a_visit_is_told_and_paid():
-    env = in_shop(Goal("mug", ("red", "small"), 8), step_penalty=-0.01, goal_reward=2.0, reward_scale=0.5)
+    env = in_shop(GOAL, step_penalty=-0.01, goal_reward=2.0, reward_scale=0.5)
     wanted = "Wanted: red mug, small, at most 8 francs."
     assert env.observation() == wanted and env.expert_actions() == ["search red mug"]
     text, reward, *_, info = env.step(answer(" Search  RED mug "))
@@ -63,32 +59,32 @@ def test_a_visit_is_told_and_paid():
     [("red mug", 1, 2 / 4), ("red mug", 2, 1.0), ("red mug", 3, 3 / 4), ("hat", 1, 0.0)],
 )
 def test_what_is_bought_is_paid_by_the_demands_that_it_meets(search, number, score):
-    env = in_shop(Goal("mug", ("red", "small"), 8))
+    env = in_shop(GOAL)
     env.step(answer(f"search {search}"))
     _, reward, terminated, _, info = env.step(answer(f"buy {number}"))
     assert terminated and reward == pytest.approx(score) and info["success"] == (score == 1)
 
 
-@pytest.mark.parametrize("said", ["view 1", "buy 1", "buy 99"])
-def test_what_is_not_listed_cannot_be_had(said):
-    env = in_shop(Goal("mug", ("red", "small"), 8))
+@pytest.mark.parametrize(
+    ("said", "action", "reward", "told"),
+    [
+        *(
+            (answer(said), said, 0.0, f"\nThere is no result {said.split()[1]}.")
+            for said in ("view 1", "buy 1", "buy 99")
+        ),
+        *((said, None, -0.25, "") for said in ("", "buy 1", *map(answer, ("buy", "buy one", "search", "steal 1")))),
+    ],
+)
+def test_what_is_not_listed_cannot_be_had_and_what_is_no_command_costs_the_penalty(said, action, reward, told):
+    env = in_shop(GOAL, format_penalty=-0.25)
     before, key = env.observation(), env.state_key()
-    text, reward, terminated, _, info = env.step(answer(said))
-    assert text == f"{before}\nThere is no result {said.split()[1]}."
-    assert (reward, terminated, info["action"], info["action_is_effective"]) == (0.0, False, said, False)
-    assert info["state_key"] == key
-
-
-@pytest.mark.parametrize("said", ["", "buy 1", answer("buy"), answer("buy one"), answer("search"), answer("steal 1")])
-def test_what_is_no_command_costs_the_penalty(said):
-    env = in_shop(Goal("mug", ("red", "small"), 8), format_penalty=-0.25)
-    before = env.observation()
-    text, reward, _, _, info = env.step(said)
-    assert (text, reward, info["action"], info["action_is_effective"]) == (before, -0.25, None, False)
+    text, paid, terminated, _, info = env.step(said)
+    assert (text, paid, terminated) == (before + told, reward, False)
+    assert (info["action"], info["action_is_effective"], info["state_key"]) == (action, False, key)
 
 
 def test_the_search_ranks_by_words_and_says_when_there_is_nothing():
-    env = in_shop(Goal("mug", ("red", "small"), 8))
+    env = in_shop(GOAL)
     assert env.catalogue.search("red mug") == (0, 1, 2) and env.catalogue.search("a blue one, please") == (2,)
     assert env.catalogue.search("small") == (), "a detail, which titles do not say"
     assert env.step(answer("search umbrella"))[0].endswith("\nNothing found.")
@@ -129,10 +125,10 @@ def test_another_process_has_the_same_catalogue_and_finds_the_same():
 
 
 def test_commands_are_calls_of_tools_where_a_dialect_is_given():
-    env = in_shop(Goal("mug", ("red", "small"), 8), dialect="hermes")
+    env = in_shop(GOAL, dialect="hermes")
     _, info = env.reset(seed=0)
     assert [tool["function"]["name"] for tool in info["tools"]] == ["search", "view", "buy"]
-    env._goal = Goal("mug", ("red", "small"), 8)
+    env._goal = GOAL
     text, *_, info = env.step(call("search", query="red mug"))
     assert info["action"] == "search red mug"
     assert info["messages"] == [{"role": "tool", "tool_call_id": "call00000", "name": "search", "content": text}]
@@ -146,23 +142,19 @@ def test_commands_are_calls_of_tools_where_a_dialect_is_given():
 
 
 def test_a_conversation_with_tools_is_played_by_the_manager():
-    tokenizer = make_tokenizer()
     said = [call("search", query="red mug"), "Hm.", call("buy", number=2)]
 
     async def policy(request: GenerateRequest) -> Completion:
         turn = int(request.request_id.rpartition("-")[2])
-        ids = np.asarray(tokenizer.encode(said[turn] + "<|im_end|>"), dtype=np.int64)
-        return Completion(
-            request.request_id, ids, np.zeros(len(ids), np.float32), FinishReason.STOP, np.zeros(len(ids), np.int64)
-        )
+        return sampled(TOKENIZER.encode(said[turn] + "<|im_end|>"), request.request_id)
 
     config = CustomEnvConfig(env_type="shop", env_manager_cls="traj", max_steps=5)
     limits = LengthLimits(prompt_length=4000, sequence_length=8000)
-    manager = TrajEnvManager(config, ChatRenderer(tokenizer), SamplingParams(max_new_tokens=200), limits)
+    manager = TrajEnvManager(config, RENDERER, SamplingParams(max_new_tokens=200), limits)
     env = ShopEnv(dialect="hermes")
     runner = EnvRunner(lambda: env, timeout=30, instant=True)
     played = asyncio.run(manager.run_episode(runner, policy, EpisodeSpec("Shop", 0, 0, env_seed=3, sampling_seed=1)))
-    shown = [str(tokenizer.decode(turn.prompt_ids)) for turn in played.turns]
+    shown = [str(TOKENIZER.decode(turn.prompt_ids)) for turn in played.turns]
     assert '"name": "search"' in shown[0] and shown[0].count("Wanted: ") == 1
     assert "<tool_response>\nWanted: " in shown[1], "the answer of the first call"
     assert shown[2].startswith(shown[1]) and "<tool_response>" not in shown[2].removeprefix(shown[1])

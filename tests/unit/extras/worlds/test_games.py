@@ -1,4 +1,4 @@
-"""Games of the package textarena, as it ships them."""
+"""Games of the packages textarena and gem, as they ship them."""
 
 import random
 import re
@@ -12,26 +12,32 @@ import roll.agentic.env as envs
 from roll.agentic.env.base import TextEnv
 from roll.extras.worlds import own_random
 
-HERE = "tests.unit.extras.worlds.test_textarena"
-textarena = pytest.importorskip("textarena", reason="pip install 'roll-rl[textarena]'")
-from textarena.envs.registration import ENV_REGISTRY, EnvSpec  # noqa: E402
+BOXED = (r"Perhaps \boxed{%d}", "is higher")
+"""How gem is told a guess, and tells that the number is higher."""
+NUMBERS = {"min_number": 1, "max_number": 20, "max_turns": 9}
 
 
 def game(env_id: str, **keys: Any) -> TextEnv:
+    pytest.importorskip("textarena", reason="pip install 'roll-rl[textarena]'")
     return envs.make("textarena", env_id=env_id, **keys)
 
 
-def search(env: TextEnv, seed: int) -> tuple[int, float, dict[str, Any]]:
+def gem(env_id: str = "game:GuessTheNumber-v0-easy", **keys: Any) -> TextEnv:
+    pytest.importorskip("gem.envs", reason="pip install 'roll-rl[gem]'")
+    return envs.make("gem", **{"env_id": env_id, "env_kwargs": NUMBERS, **keys})
+
+
+def search(env: TextEnv, seed: int, said: str = "[%d]", higher: str = r"higher\.$") -> tuple[int, float, Any]:
     """Halves what is left until the number is found: how many guesses, what was paid, the last info."""
     low, high = 1, 20
     env.reset(seed=seed)
-    for count in range(1, 20):
+    for count in range(1, 9):
         guess = (low + high) // 2
-        text, reward, terminated, truncated, info = env.step(f"[{guess}]")
-        assert not truncated and info["action"] == f"[{guess}]"
+        text, reward, terminated, truncated, info = env.step(said % guess)
+        assert not truncated and info["action"] == said % guess
         if terminated:
             return count, reward, info
-        low, high = (guess + 1, high) if text.endswith("higher.") else (low, guess - 1)
+        low, high = (guess + 1, high) if re.search(higher, text) else (low, guess - 1)
     raise AssertionError
 
 
@@ -110,11 +116,11 @@ def confused(seen: str, rng: random.Random) -> str:
 
 
 def test_a_game_that_the_opponent_spoils_is_a_failure_and_no_reward():
-    env = game("TicTacToe-v0", num_players=2, opponent=f"{HERE}:stubborn")
+    env = game("TicTacToe-v0", num_players=2, opponent=f"{__name__}:stubborn")
     env.reset(seed=0)
     with pytest.raises(RuntimeError, match=r"opponent .*:stubborn lost by a move that is not allowed: 99"):
         env.step("[4]")
-    env = game("TicTacToe-v0", num_players=2, opponent=f"{HERE}:confused")
+    env = game("TicTacToe-v0", num_players=2, opponent=f"{__name__}:confused")
     env.reset(seed=0)
     with pytest.raises(ConnectionError, match="the other model is away"):
         env.step("[4]")
@@ -130,6 +136,8 @@ class Stuck:
     come_back = threading.Event()
 
     def reset(self, num_players: int, seed: int) -> None:
+        import textarena
+
         self.state = textarena.SinglePlayerState(num_players=num_players, seed=seed)
         self.state.reset()
 
@@ -142,7 +150,8 @@ class Stuck:
 
 
 def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch):
-    monkeypatch.setitem(ENV_REGISTRY, "Stuck-v0", EnvSpec("Stuck-v0", Stuck, None))
+    registration = pytest.importorskip("textarena.envs.registration", reason="pip install 'roll-rl[textarena]'")
+    monkeypatch.setitem(registration.ENV_REGISTRY, "Stuck-v0", registration.EnvSpec("Stuck-v0", Stuck, None))
     monkeypatch.setattr(own_random, "_PATIENCE_S", 0.05)
     stuck = game("Stuck-v0")
     stuck.reset(seed=0)
@@ -153,3 +162,34 @@ def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch):
     finally:
         Stuck.come_back.set()
         thread.join()
+
+
+def test_a_game_of_gem_is_won_and_the_seed_repeats_it_beside_others():
+    gem()  # its import draws numbers
+    before = random.getstate()
+    env = gem()
+    text, info = env.reset(seed=0)
+    assert "between 1 and 20" in text and text.endswith("Enter your next guess.") and info["success"] is False
+    played = [search(env, seed, *BOXED) for seed in range(5)]
+    assert all(reward == 1.0 and info["success"] for _, reward, info in played)
+    assert len({count for count, _, _ in played}) > 1
+    assert played == [search(gem(), seed, *BOXED) for seed in range(5)]
+    assert random.getstate() == before
+
+
+def test_a_text_without_an_answer_is_not_told_to_gem_and_steps_are_bounded():
+    env = gem(action_pattern="<answer>(.*?)</answer>", max_steps=2, reward_scale=2.0)
+    first, start = env.reset(seed=1)
+    same, reward, terminated, truncated, info = env.step("\\boxed{7}")
+    assert (same, reward, terminated, truncated, info["action"]) == (first, -1.0, False, False, None)
+    _, _, terminated, truncated, info = env.step("<answer>\\boxed{30}</answer>")
+    assert (terminated, truncated, info["success"]) == (False, True, False)
+    assert info["state_key"] != start["state_key"]
+
+
+def test_a_question_of_gem_has_one_answer():
+    env = gem("rg:letter_counting", env_kwargs={"size": 20, "seed": 4})
+    question, _ = env.reset(seed=3)
+    _, reward, terminated, truncated, info = env.step("I do not know")
+    assert "times does the letter" in question and (terminated, truncated, info["success"]) == (True, False, False)
+    assert reward < 1
