@@ -460,7 +460,7 @@ def oracle(
 
 
 @examples(15)
-@example(seed=3, mode="token-mean", history=False)  # probabilities whose sum is beyond a bound, and not their difference
+@example(seed=3, mode="token-mean", history=False)  # sums of probabilities beyond a bound, not differences
 @given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans())
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_loss_and_gradient_are_their_definition(name, sampling, seed, mode, history):

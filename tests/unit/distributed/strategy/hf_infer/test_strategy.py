@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,18 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
     batching.step = step_and_hold  # type: ignore[method-assign]
     async with asyncio.timeout(20):
         await held.wait()
+
+
+def test_the_engine_alone_computes_with_several_threads(model_path):
+    """OpenMP keeps helpers for each thread that has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with engine_of(model_path()) as engine, ThreadPoolExecutor(1) as other:
+            assert engine._engine.call(torch.get_num_threads).result() == 3
+            assert (torch.get_num_threads(), other.submit(torch.get_num_threads).result()) == (1, 1)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
