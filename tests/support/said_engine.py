@@ -24,6 +24,7 @@ from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.prompt_worker import PromptEnv
+from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import Trajectory
 
 TOKENIZER = make_tokenizer()
@@ -44,6 +45,7 @@ class Engine:
     requests: list[GenerateRequest] = field(default_factory=list)
     version: int = 0
     given_up: int = 0
+    tokenizer: Any = TOKENIZER
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
@@ -53,7 +55,7 @@ class Engine:
         except asyncio.CancelledError:
             self.given_up += 1
             raise
-        ids = np.array(TOKENIZER.encode(text) + [TOKENIZER.eos_token_id] * self.end, dtype=np.int64)
+        ids = np.array(self.tokenizer.encode(text) + [self.tokenizer.eos_token_id] * self.end, dtype=np.int64)
         reason = FinishReason.STOP
         if len(ids) > request.params.max_new_tokens:
             ids, reason = ids[: request.params.max_new_tokens], FinishReason.LENGTH
@@ -62,8 +64,13 @@ class Engine:
         return Completion(request.request_id, ids, logprobs, reason, np.full(len(ids), self.version))
 
 
-def new_session(engine: Engine, **keys: Any) -> Session:
-    policy = Policy(RENDERER, dialect("hermes"), LIMITS)
+class Dying(Engine):
+    async def generate(self, request: GenerateRequest) -> Completion:
+        raise EngineUnavailableError("engine worker 0 died")
+
+
+def new_session(engine: Engine, renderer: ChatRenderer = RENDERER, notation: str = "hermes", **keys: Any) -> Session:
+    policy = Policy(renderer, dialect(notation), LIMITS)
     config = AgentConfig(**{"command": ["true"], **keys})
     return Session(config, policy, engine.generate, PARAMS, EPISODE)
 
