@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import openai
 
 from roll.agentic.tools.dialects import dialect
 from roll.configs.agent import AgentConfig
-from roll.data.prompts import Prompt
+from roll.configs.data import DataArguments
+from roll.data.prompts import Prompt, load_prompts
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
@@ -123,20 +124,31 @@ async def judge(sample: Sample) -> RewardResult:
     return RewardResult(float(good), good, sample.response)
 
 
-async def play_with(player: AgentPlayer, engine: Engine) -> Trajectory:
-    return await player.play(PromptEnv(PROMPT, judge), PROMPT, engine.generate, PARAMS, LIMITS, EPISODE)
+@contextlib.asynccontextmanager
+async def player_of(**keys: Any) -> AsyncIterator[AgentPlayer]:
+    player = AgentPlayer(AgentConfig(**keys).placed(), RENDERER, 0)
+    try:
+        yield player
+    finally:
+        await player.endpoint.stop()
 
 
-def play(engine: Engine, *, more: float = 0.0, **keys: Any) -> Trajectory:
+async def play_with(player: AgentPlayer, engine: Engine, prompt: Prompt = PROMPT) -> Trajectory:
+    return await player.play(PromptEnv(prompt, judge), prompt, engine.generate, PARAMS, LIMITS, EPISODE)
+
+
+def play(engine: Engine, prompt: Prompt = PROMPT, **keys: Any) -> Trajectory:
     async def run() -> Trajectory:
-        player = AgentPlayer(AgentConfig(**keys).placed(), RENDERER, 0)
-        try:
-            return await play_with(player, engine)
-        finally:
-            await asyncio.sleep(more)
-            await player.endpoint.stop()
+        async with player_of(**keys) as player:
+            return await play_with(player, engine, prompt)
 
     return asyncio.run(run())
+
+
+def tasks(**keys: Any) -> Sequence[Prompt]:
+    """The dataset that a configuration names."""
+    args = DataArguments(**{"prompt": "prompt", "response": None, **keys})
+    return load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
 
 
 def script(program: str) -> list[str]:

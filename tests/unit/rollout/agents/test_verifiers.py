@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from roll.configs.data import DataArguments
-from roll.data.prompts import DataError, Prompt, load_prompts
+from roll.data.prompts import DataError, Prompt
 from roll.rollout.agents import verifiers_env
 from roll.rollout.agents.task import AgentTask
 from roll.rollout.endpoint.session import Session
 from tests.support.absence import hide
-from tests.support.said_engine import Engine, new_session, rows_of, serving
+from tests.support.said_engine import Engine, new_session, rows_of, serving, tasks
 
 ENVS = Path(__file__).resolve().parents[3] / "support" / "verifiers_envs"
 PROGRAM = Path(verifiers_env.__file__)
@@ -45,13 +44,7 @@ def toml(folder: Path, more: str = "", **task: str) -> Path:
 
 
 def prompts(path: Path | str | None) -> Sequence[Prompt]:
-    args = DataArguments(
-        dataset_cls="roll.rollout.agents.verifiers_env:tasks",
-        file_name=None if path is None else str(path),
-        prompt="prompt",
-        response=None,
-    )
-    return load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
+    return tasks(dataset_cls="roll.rollout.agents.verifiers_env:tasks", file_name=path and str(path))
 
 
 def play(engine: Engine, prompt: Prompt, **keys: Any) -> Session:
@@ -135,8 +128,7 @@ async def test_another_python_writes_the_dataset_and_plays_it(tmp_path):
     command = [sys.executable, PROGRAM, toml(tmp_path)]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     (tmp_path / "tasks.jsonl").write_text(written)
-    args = DataArguments(file_name=str(tmp_path / "tasks.jsonl"), prompt="prompt", response=None)
-    (row, *_) = load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
+    (row, *_) = tasks(file_name=str(tmp_path / "tasks.jsonl"))
     assert row == prompts(toml(tmp_path))[0]
 
     session = new_session(Engine(["1"]), reward="call")
