@@ -130,18 +130,21 @@ Heard = tuple[str | None, str | None, str, Any]
 
 
 async def by_chat(policy: openai.AsyncOpenAI, streams: bool, picture: str | None) -> tuple[Heard, tuple[int, int]]:
-    async def listen(*messages: Any) -> Any:
+    async def listen(*messages: Any, **options: Any) -> Any:
         if not streams:
             return await ask(policy, *messages, tools=[TOOL])
-        keys: Any = {"model": "m", "tools": [TOOL], "stream_options": {"include_usage": True}}
+        keys: Any = {"model": "m", "tools": [TOOL], **options}
         async with policy.chat.completions.stream(messages=list(messages), **keys) as stream:
             return await stream.get_final_completion()
 
-    (choice,) = (await listen(SYSTEM, USER)).choices
+    first = await listen(SYSTEM, USER)
+    assert (first.usage is None) == streams, "a stream tells it only to those who ask"
+    (choice,) = first.choices
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     content = [WORDS, shown(picture)] if picture else "51"
-    last = await listen(SYSTEM, USER, choice.message, {"role": "tool", "tool_call_id": call.id, "content": content})
+    result = {"role": "tool", "tool_call_id": call.id, "content": content}
+    last = await listen(SYSTEM, USER, choice.message, result, stream_options={"include_usage": True})
     assert (last.choices[0].message.content, last.choices[0].finish_reason) == ("It is 51 END", "stop")
     thought = getattr(choice.message, "reasoning_content", None)
     heard = thought, choice.message.content, call.function.name, json.loads(call.function.arguments)
