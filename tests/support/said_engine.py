@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import openai
 
 from roll.agentic.tools.dialects import dialect
 from roll.configs.agent import AgentConfig
-from roll.data.prompts import Prompt
+from roll.configs.data import DataArguments
+from roll.data.prompts import Prompt, load_prompts
+from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.rewards.types import RewardResult, Sample
 from roll.rollout.agents.episode import AgentPlayer
@@ -22,6 +24,7 @@ from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.prompt_worker import PromptEnv
+from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import Trajectory
 from tests.support.rollouts import RENDERER, TOKENIZER
 
@@ -41,6 +44,7 @@ class Engine:
     requests: list[GenerateRequest] = field(default_factory=list)
     version: int = 0
     given_up: int = 0
+    tokenizer: Any = TOKENIZER
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
@@ -50,7 +54,7 @@ class Engine:
         except asyncio.CancelledError:
             self.given_up += 1
             raise
-        ids = np.array(TOKENIZER.encode(text) + [TOKENIZER.eos_token_id] * self.end, dtype=np.int64)
+        ids = np.array(self.tokenizer.encode(text) + [self.tokenizer.eos_token_id] * self.end, dtype=np.int64)
         reason = FinishReason.STOP
         if len(ids) > request.params.max_new_tokens:
             ids, reason = ids[: request.params.max_new_tokens], FinishReason.LENGTH
@@ -59,8 +63,13 @@ class Engine:
         return Completion(request.request_id, ids, logprobs, reason, np.full(len(ids), self.version))
 
 
-def new_session(engine: Engine, **keys: Any) -> Session:
-    policy = Policy(RENDERER, dialect("hermes"), LIMITS)
+class Dying(Engine):
+    async def generate(self, request: GenerateRequest) -> Completion:
+        raise EngineUnavailableError("engine worker 0 died")
+
+
+def new_session(engine: Engine, renderer: ChatRenderer = RENDERER, notation: str = "hermes", **keys: Any) -> Session:
+    policy = Policy(renderer, dialect(notation), LIMITS)
     config = AgentConfig(**{"command": ["true"], **keys})
     return Session(config, policy, engine.generate, PARAMS, EPISODE)
 
@@ -113,20 +122,31 @@ async def judge(sample: Sample) -> RewardResult:
     return RewardResult(float(good), good, sample.response)
 
 
-async def play_with(player: AgentPlayer, engine: Engine) -> Trajectory:
-    return await player.play(PromptEnv(PROMPT, judge), PROMPT, engine.generate, PARAMS, LIMITS, EPISODE)
+@contextlib.asynccontextmanager
+async def player_of(**keys: Any) -> AsyncIterator[AgentPlayer]:
+    player = AgentPlayer(AgentConfig(**keys).placed(), RENDERER, 0)
+    try:
+        yield player
+    finally:
+        await player.endpoint.stop()
 
 
-def play(engine: Engine, *, more: float = 0.0, **keys: Any) -> Trajectory:
+async def play_with(player: AgentPlayer, engine: Engine, prompt: Prompt = PROMPT) -> Trajectory:
+    return await player.play(PromptEnv(prompt, judge), prompt, engine.generate, PARAMS, LIMITS, EPISODE)
+
+
+def play(engine: Engine, prompt: Prompt = PROMPT, **keys: Any) -> Trajectory:
     async def run() -> Trajectory:
-        player = AgentPlayer(AgentConfig(**keys).placed(), RENDERER, 0)
-        try:
-            return await play_with(player, engine)
-        finally:
-            await asyncio.sleep(more)
-            await player.endpoint.stop()
+        async with player_of(**keys) as player:
+            return await play_with(player, engine, prompt)
 
     return asyncio.run(run())
+
+
+def tasks(**keys: Any) -> Sequence[Prompt]:
+    """The dataset that a configuration names."""
+    args = DataArguments(**{"prompt": "prompt", "response": None, **keys})
+    return load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
 
 
 def script(program: str) -> list[str]:

@@ -189,17 +189,16 @@ def test_the_last_answer_at_the_end_of_a_text_counts_whatever_its_case(text, act
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"),
-    [("<answer>(.*", 'action_pattern: got "<answer>\\(.*", expected a regular expression'), ("up|down", "group")],
+    ("actions", "pattern", "message"),
+    [
+        (ACTIONS, ["<answer>(.*"], 'action_pattern: got "<answer>\\(.*", expected a regular expression'),
+        (ACTIONS, ["up|down"], "group"),
+        ({"up": 0, "UP": 1}, [], "differ in more than case"),
+    ],
 )
-def test_a_bad_pattern_names_the_key(pattern, message):
+def test_a_bad_pattern_names_the_key_and_names_that_differ_only_in_case_are_refused(actions, pattern, message):
     with pytest.raises(ValueError, match=message):
-        ActionParser(ACTIONS, pattern)
-
-
-def test_names_that_differ_only_in_case_are_refused():
-    with pytest.raises(ValueError, match="differ in more than case"):
-        ActionParser({"up": 0, "UP": 1})
+        ActionParser(actions, *pattern)
 
 
 def test_a_long_text_against_a_slow_pattern_takes_bounded_time():

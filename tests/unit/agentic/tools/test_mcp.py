@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,17 +36,23 @@ async def check(server: McpServer) -> None:
             await tools[name].call(arguments, {})
 
 
-async def test_a_server_on_pipes_is_called_and_when_it_died_started_again_with_its_variables():
-    server = McpServer("sums", McpServerConfig(command=COMMAND, env={"CITY": "Bern"}, timeout=60))
+@asynccontextmanager
+async def connected(**config: Any) -> AsyncIterator[McpServer]:
+    server = McpServer("sums", McpServerConfig(timeout=60, **config))
     try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def test_a_server_on_pipes_is_called_and_when_it_died_started_again_with_its_variables():
+    async with connected(command=COMMAND, env={"CITY": "Bern"}) as server:
         await check(server)
         tools = await server.tools()
         with pytest.raises(Exception, match=r"[Cc]losed"):
             await tools["die"].call({}, {})
         assert await tools["add"].call({"a": 1, "b": 2}, {}) == "3"
         assert await tools["variable"].call({"name": "CITY"}, {}) == "Bern"
-    finally:
-        await server.close()
 
 
 async def test_a_server_on_loopback_is_called_and_when_it_went_away_named_by_the_cause():
@@ -64,23 +72,16 @@ async def test_a_server_on_loopback_is_called_and_when_it_went_away_named_by_the
 
 
 async def test_the_example_is_a_server():
-    config = McpServerConfig(command=["python", str(EXAMPLE)], timeout=60)
-
-    server = McpServer("sums", config)
-    try:
+    async with connected(command=["python", str(EXAMPLE)]) as server:
         tool = (await server.tools())["calculator"]
         assert tool.schema.parameters["required"] == ["expression"]
-        answers = [await tool.call({"expression": "12*34"}, {})]
+        assert await tool.call({"expression": "12*34"}, {}) == "408"
         with pytest.raises(ToolError, match="Error executing tool calculator"):
             await tool.call({"expression": "12+34"}, {})
-        assert answers == ["408"]
-    finally:
-        await server.close()
 
 
 async def test_an_error_that_answers_one_call_leaves_the_connection_to_the_others():
-    server = McpServer("strict", McpServerConfig(command=STRICT, timeout=60))
-    try:
+    async with connected(command=STRICT) as server:
         tools = await server.tools()
         assert list(tools) == ["wait", "city"], "of both pages"
         waiting = asyncio.ensure_future(tools["wait"].call({}, {}))
@@ -91,8 +92,6 @@ async def test_an_error_that_answers_one_call_leaves_the_connection_to_the_other
             await tools["city"].call({"code": -32050}, {})
         assert not isinstance(raised.value, ToolError), "not the policy's fault"
         assert await waiting == "waited"
-    finally:
-        await server.close()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,6 @@ async def test_a_connection_that_is_being_made_is_given_up_at_once():
     await asyncio.sleep(0.2)
     await asyncio.wait_for(server.close(), 60)
     (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
-    assert isinstance(outcome, BaseException)
     assert isinstance(outcome, ConnectionError) and "abandoned" in str(outcome)
 
 

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from roll.agentic.tools.builtin import RetrievalTool, SearchTool, calculator
 from roll.agentic.tools.tool import TOOLS, FunctionTool, Tool, ToolError, ToolSchema, check_tool, make_tool, text_of
+from tests.support.lines import write_lines
 
 
 def convert(
@@ -61,11 +62,8 @@ class Counter(Tool):
         return int(state["n"])
 
 
-HERE = "tests.unit.agentic.tools.test_tool"
-
-
 def test_a_function_is_described_by_its_signature_and_docstring():
-    tool = make_tool("money", f"{HERE}:convert", {})
+    tool = make_tool("money", f"{__name__}:convert", {})
     assert tool.schema.as_openai() == {
         "type": "function",
         "function": {
@@ -97,7 +95,7 @@ def test_a_function_is_described_by_its_signature_and_docstring():
 )
 def test_wrong_arguments_are_told_to_the_policy(arguments, expected):
     with pytest.raises(ToolError, match=expected):
-        make_tool("money", f"{HERE}:convert", {}).call(arguments, {})
+        make_tool("money", f"{__name__}:convert", {}).call(arguments, {})
 
 
 def test_coroutine_functions_are_awaited():
@@ -106,7 +104,7 @@ def test_coroutine_functions_are_awaited():
 
 
 def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episode():
-    tool, state = make_tool("count", f"{HERE}:Counter", {"start": 5}), {}
+    tool, state = make_tool("count", f"{__name__}:Counter", {"start": 5}), {}
     assert [tool.call({}, state), tool.call({}, state), tool.call({}, {})] == [6, 7, 6]
     assert tool.schema.name == "count"
 
@@ -116,12 +114,12 @@ def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episod
     [
         ("calcualtor", {}, "tool", "Did you mean 'calculator'?"),
         ("no.such:thing", {}, "tool", "cannot import module"),
-        (f"{HERE}:HERE", {}, "tool", "expected a function or a subclass of Tool"),
-        (f"{HERE}:positional", {}, "tool", "positional-only"),
-        (f"{HERE}:in_pieces", {}, "tool", "it is a generator, expected a function that returns"),
-        (f"{HERE}:later", {}, "tool", "is a partial, expected a function or a subclass of Tool"),
-        (f"{HERE}:Counter", {"strat": 1}, "args", "unexpected keyword argument 'strat'"),
-        (f"{HERE}:convert", {"a": 1}, "args", "has no constructor"),
+        (f"{__name__}:SHORT", {}, "tool", "expected a function or a subclass of Tool"),
+        (f"{__name__}:positional", {}, "tool", "positional-only"),
+        (f"{__name__}:in_pieces", {}, "tool", "it is a generator, expected a function that returns"),
+        (f"{__name__}:later", {}, "tool", "is a partial, expected a function or a subclass of Tool"),
+        (f"{__name__}:Counter", {"strat": 1}, "args", "unexpected keyword argument 'strat'"),
+        (f"{__name__}:convert", {"a": 1}, "args", "has no constructor"),
         ("search", {}, "args", "missing a required argument: 'corpus'"),
     ],
 )
@@ -207,9 +205,7 @@ def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path):
         {"text": "The Nile is a river in Africa."},
         {"text": "Rivers of Europe: Danube, Rhine."},
     ]
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    tool = SearchTool(str(corpus), num_results=1)
+    tool = SearchTool(str(write_lines(tmp_path / "corpus.jsonl", rows)), num_results=1)
     assert tool.call({"query": "river Africa"}, {}) == "1. The Nile is a river in Africa."
     assert tool.call({"query": "mountains"}, {}) == "1. Alps: Mountains in the middle of Europe."
     assert tool.call({"query": "Europe", "num_results": 3}, {}).count("Europe") == 2
@@ -218,8 +214,7 @@ def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path):
 
 @pytest.mark.parametrize("arguments", [{}, {"query": 3}, {"query": " "}, {"query": "a", "num_results": 0}])
 def test_search_says_what_it_expects(arguments, tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"text": "rivers"}\n', encoding="utf-8")
+    corpus = write_lines(tmp_path / "corpus.jsonl", [{"text": "rivers"}])
     with pytest.raises(ToolError, match="expected"):
         SearchTool(str(corpus)).call(arguments, {})
 

@@ -1,6 +1,5 @@
 """Task folders of Harbor: read, refused with all reasons, played and judged where their scripts expect to be."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -9,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.agent import AgentConfig
-from roll.configs.data import DataArguments
-from roll.data.prompts import DataError, Prompt, load_prompts
+from roll.data.prompts import DataError, Prompt
 from roll.rollout.agents import harbor_task
-from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.harbor_task import TaskError
-from roll.rollout.prompt_worker import PromptEnv
-from roll.rollout.types import Trajectory
-from tests.support.said_engine import ASK, EPISODE, LIMITS, PARAMS, RENDERER, Engine, judge, script
+from tests.support.said_engine import ASK, Engine, play, script, tasks
 
 TEST = """#!/bin/bash
 if [ "$(cat /app/out/sum.txt)" = "$EXPECTED" ] && [ "$(pwd)" = /app ] && [ -f /tests/words.txt ]; then
@@ -58,14 +52,8 @@ def folder_of(
 
 
 def load(*folders: Path) -> Sequence[Prompt]:
-    args = DataArguments(
-        dataset_cls="roll.rollout.agents.harbor_task:tasks",
-        file_name=[str(folder) for folder in folders],
-        prompt="prompt",
-        response=None,
-        default_tag="harbor",
-    )
-    return load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
+    names = [str(folder) for folder in folders]
+    return tasks(dataset_cls="roll.rollout.agents.harbor_task:tasks", file_name=names, default_tag="harbor")
 
 
 def test_folders_of_tasks_are_a_dataset(tmp_path):
@@ -84,7 +72,7 @@ def test_folders_of_tasks_are_a_dataset(tmp_path):
     ("keys", "told"),
     [
         (
-            {"dockerfile": "FROM ubuntu\nRUN apt-get update \\\n && true"},
+            {"dockerfile": "FROM x\nRUN apt-get update \\\n && true"},
             "Dockerfile:2: RUN: nothing is built without Docker",
         ),
         ({"dockerfile": "FROM x\nRUN echo it's"}, "Dockerfile:2: RUN: nothing is built without Docker"),
@@ -146,17 +134,8 @@ def test_an_agent_program_plays_it_as_an_episode(tmp_path):
     (prompt,) = load(folder_of(tmp_path))
     module = ["python", "-m", "roll.rollout.agents.harbor_task"]
     program = ASK + "os.mkdir('/app/out'); open('/app/out/sum.txt', 'w').write(answer)"
-    config = AgentConfig(command=[*module, "play", *script(program)], reward="verify", verify=[*module, "verify"])
-
-    async def run(answer: str) -> Trajectory:
-        player = AgentPlayer(config.placed(), RENDERER, 0)
-        try:
-            generate = Engine([answer]).generate
-            return await player.play(PromptEnv(prompt, judge), prompt, generate, PARAMS, LIMITS, EPISODE)
-        finally:
-            await player.endpoint.stop()
-
-    right, wrong = asyncio.run(run("42")), asyncio.run(run("41"))
+    keys = {"command": [*module, "play", *script(program)], "reward": "verify", "verify": [*module, "verify"]}
+    right, wrong = (play(Engine([answer]), prompt, **keys) for answer in ("42", "41"))
     assert (right.score, right.success, wrong.score, wrong.success) == (1.0, True, 0.25, False)
     assert not Path("/app").exists()
 

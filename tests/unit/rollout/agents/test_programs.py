@@ -22,13 +22,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from roll.configs.agent import AgentConfig
-from roll.data.requests import Completion, GenerateRequest
-from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.task import AgentError, AgentTask
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import EpisodeEnd
-from tests.support.said_engine import ASK, GOOD, PROMPT, RENDERER, Engine, marked, play, play_with, script
+from tests.support.said_engine import (
+    ASK,
+    GOOD,
+    PROMPT,
+    RENDERER,
+    Dying,
+    Engine,
+    marked,
+    play,
+    play_with,
+    player_of,
+    script,
+)
 
 HERE = "tests.unit.rollout.agents.test_programs"
 CLIENT = """
@@ -37,6 +46,12 @@ task = json.load(open(os.environ["ROLL_TASK"]))
 policy = openai.OpenAI(max_retries=0)
 answer = policy.chat.completions.create(model="gpt-5", messages=task["messages"])
 """
+
+
+@pytest.fixture
+def mark() -> str:
+    """What tells the processes of a test."""
+    return f"agent-mark-{time.time_ns()}"
 
 
 def test_an_unmodified_client_script_plays_an_episode():
@@ -62,13 +77,10 @@ def test_an_agent_of_a_published_framework_calls_its_tool_in_one_row():
 
 def test_a_program_may_say_what_its_answer_is_and_knows_nothing_that_it_should_not(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    program = (
-        ASK
-        + f"""
+    program = f"""{ASK}
 open(os.environ["ROLL_ANSWER"], "w").write("<answer>51</answer>")
 json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_path / "seen")!r}, "w"))
 """
-    )
     episode = play(Engine(["no idea"]), command=script(program), env={"COLOUR": "blue"})
     assert episode.success and episode.turns[0].task_reward == 1.0 and episode.final_observation == GOOD
     task, environment, folder, files = json.loads((tmp_path / "seen").read_text())
@@ -110,8 +122,7 @@ def test_a_command_that_is_not_there_is_named():
         play(Engine([GOOD]), command=["true"], cwd="/no/where")
 
 
-def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started():
-    mark = f"agent-mark-{time.time_ns()}"
+def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started(mark):
     program = f"""
         import os, subprocess, sys, time
         for _ in range(2):
@@ -151,8 +162,7 @@ def test_time_in_which_the_policy_answers_is_not_the_programs():
     assert episode.success and len(episode.turns) == 4
 
 
-def test_daemons_of_a_program_that_ended_are_gone_before_its_answer_is_judged():
-    mark = f"agent-mark-{time.time_ns()}"
+def test_daemons_of_a_program_that_ended_are_gone_before_its_answer_is_judged(mark):
     daemon = f"""
 if os.fork() == 0:
     os.setsid()
@@ -169,40 +179,30 @@ os._exit(0)
 async def test_calls_after_the_end_are_refused(tmp_path):
     keys = tmp_path / "keys"
 
-    player = AgentPlayer(
-        AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")), RENDERER, 0
-    )
-    await play_with(player, Engine([GOOD]))
-    async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
-        with pytest.raises(openai.APIStatusError) as caught:
-            await late.models.list()
-    assert caught.value.status_code == 410
-    following = await play_with(player, Engine([GOOD]))
+    tell = ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])"
+    async with player_of(command=script(tell)) as player:
+        await play_with(player, Engine([GOOD]))
+        async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
+            with pytest.raises(openai.APIStatusError) as caught:
+                await late.models.list()
+        assert caught.value.status_code == 410
+        following = await play_with(player, Engine([GOOD]))
     assert following.info["agent_turned_away"] == 1 and following.info["agent_refused"] == 0
-    await player.endpoint.stop()
 
 
-async def test_cancelling_an_episode_ends_its_program():
-    mark = f"agent-mark-{time.time_ns()}"
-
+async def test_cancelling_an_episode_ends_its_program(mark):
     engine = Engine([GOOD], seconds=1000)
-    player = AgentPlayer(AgentConfig(command=script(ASK + f"{mark!r}")), RENDERER, 0)
-    playing = asyncio.create_task(play_with(player, engine))
-    while not engine.requests:
-        await asyncio.sleep(0.02)
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
-    assert engine.given_up == 1 and marked(mark) == []
-    await player.endpoint.stop()
+    async with player_of(command=script(ASK + f"{mark!r}")) as player:
+        playing = asyncio.create_task(play_with(player, engine))
+        while not engine.requests:
+            await asyncio.sleep(0.02)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert engine.given_up == 1 and marked(mark) == []
 
 
-def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it():
-    class Dying(Engine):
-        async def generate(self, request: GenerateRequest) -> Completion:
-            raise EngineUnavailableError("engine worker 0 died")
-
-    mark = f"agent-mark-{time.time_ns()}"
+def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it(mark):
     program = f"{ASK.replace('answer =', 'asked = lambda:')}\nwhile True:  # {mark}"
     program += "\n    try:\n        asked()\n    except OSError:\n        pass"
     with pytest.raises(EngineUnavailableError, match="worker 0 died"):
@@ -226,9 +226,7 @@ def test_a_program_that_meets_a_limit_is_judged_by_what_it_has():
 
 
 def test_rewards_of_the_program_itself_count_where_it_is_allowed_to_say_them():
-    post = (
-        ASK
-        + """
+    post = """
 def status(reward):
     try:
         return ask("/reward", reward=reward)["object"]
@@ -237,10 +235,9 @@ def status(reward):
 said = [status(reward) for reward in (0.25, 0.75, float("nan"))]
 open(os.environ["ROLL_ANSWER"], "w").write(f"{said[1]} {said[2]}")
 """
-    )
-    allowed = play(Engine(["x"]), command=script(post), reward="call")
+    allowed = play(Engine(["x"]), command=script(ASK + post), reward="call")
     assert (allowed.score, allowed.success, allowed.final_observation) == (0.75, True, "reward 400")
-    refused = play(Engine(["x"]), command=script(post))
+    refused = play(Engine(["x"]), command=script(ASK + post))
     assert (refused.score, refused.success, refused.final_observation) == (0.0, False, "403 400")
     with pytest.raises(AgentError, match="posted no reward"):
         play(Engine(["x"]), command=script(ASK), reward="call")
@@ -328,20 +325,16 @@ async def service() -> AsyncIterator[str]:
 
 
 async def test_a_running_service_is_a_program_too():
-    async with service() as url:
-        player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, 0)
-        episode = await play_with(player, Engine([GOOD]))
-        assert episode.success
+    async with service() as url, player_of(type="url", url=url) as player:
+        assert (await play_with(player, Engine([GOOD]))).success
         with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):
             await play_with(player, Engine(["fail"]))
-    with pytest.raises(AgentError, match="ConnectError"):
-        await play_with(player, Engine([GOOD]))
-    await player.endpoint.stop()
+    async with player_of(type="url", url=url) as player:
+        with pytest.raises(AgentError, match="ConnectError"):
+            await play_with(player, Engine([GOOD]))
 
 
-def test_a_worker_that_is_killed_leaves_nothing_of_its_programs_but_in_its_sessions_folder(tmp_path):
-    mark = f"agent-mark-{time.time_ns()}"
-
+def test_a_worker_that_is_killed_leaves_nothing_of_its_programs_but_in_its_sessions_folder(tmp_path, mark):
     program = f"""
         import asyncio
         from {HERE} import *
@@ -393,11 +386,8 @@ def test_a_program_that_is_cut_off_is_judged_too():
     assert [turn.task_reward for turn in episode.turns] == [0.0, 1.0]
 
 
-def test_what_the_program_writes_or_leaves_running_is_no_reward():
-    mark = f"agent-mark-{time.time_ns()}"
-    cheats = (
-        LEAVES
-        + f"""
+def test_what_the_program_writes_or_leaves_running_is_no_reward(mark):
+    cheats = f"""
 for name in ("reward", "../reward", os.environ["ROLL_TASK"] + "/../reward"):
     try:
         open(name, "w").write("1000")
@@ -410,9 +400,8 @@ if os.fork() == 0:
         for folder in glob.glob("/tmp/roll-verify-*"):
             open(folder + "/reward", "w").write("1000")
 """
-    )
     look = f"import os; open(os.environ['ROLL_REWARD'], 'w').write(str(len(os.listdir('.'))))\n# {mark}"
-    assert judged(cheats, look).score == 2, "found and reward lie in its folder"
+    assert judged(LEAVES + cheats, look).score == 2, "found and reward lie in its folder"
     assert marked(mark) == []
 
 

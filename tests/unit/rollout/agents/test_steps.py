@@ -1,6 +1,7 @@
 """Environments that an agent program plays: it acts by the endpoint, and the environment says what that is worth."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -10,19 +11,15 @@ import httpx
 import pytest
 
 from roll.agentic.env.base import StepResult, TextEnv
-from roll.configs.agent import AgentConfig
 from roll.data.prompts import Prompt
-from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.task import AgentTask
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvCrashError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
-from tests.support.said_engine import EPISODE, LIMITS, PARAMS, RENDERER, Engine
+from tests.support.said_engine import EPISODE, LIMITS, PARAMS, Engine, player_of
 from tests.support.steps import usual_step
-
-HERE = "tests.unit.rollout.agents.test_steps"
-
+from tests.support.talks import user
 
 FALLING = threading.Event()
 
@@ -63,17 +60,12 @@ async def program(task: AgentTask) -> str | None:
 def play(own: Program, *, max_steps: int | None = 5, reward: str = "task") -> Trajectory:
     async def run() -> Trajectory:
         PROGRAM[:] = [own]
-        player = AgentPlayer(AgentConfig(type="python", path=f"{HERE}:program", reward=reward, timeout=20), RENDERER, 0)
-        env = EnvRunner(Stairs, 10.0)
-        observation, _ = await env.reset(0)
-        task = Prompt("Stairs-0", "Stairs", ({"role": "user", "content": observation},), extra_info={"seed": 0})
-        try:
-            return await player.play(
-                env, task, Engine(["up", "on"]).generate, PARAMS, LIMITS, EPISODE, max_steps=max_steps
-            )
-        finally:
-            env.close()
-            await player.endpoint.stop()
+        generate = Engine(["up", "on"]).generate
+        async with player_of(type="python", path=f"{__name__}:program", reward=reward, timeout=20) as player:
+            with contextlib.closing(EnvRunner(Stairs, 10.0)) as env:
+                observation, _ = await env.reset(0)
+                task = Prompt("Stairs-0", "Stairs", (user(observation),), extra_info={"seed": 0})
+                return await player.play(env, task, generate, PARAMS, LIMITS, EPISODE, max_steps=max_steps)
 
     return asyncio.run(run())
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from roll.configs.data import DataArguments
-from roll.data.prompts import DataError, Prompt, load_prompts
+from roll.data.prompts import DataError, Prompt
 from roll.rollout.agents import verifiers_env
 from roll.rollout.agents.task import AgentTask
 from roll.rollout.endpoint.session import Session
 from tests.support.absence import hide
-from tests.support.said_engine import Engine, new_session, rows_of, serving
+from tests.support.said_engine import Engine, new_session, rows_of, serving, tasks
 
 ENVS = Path(__file__).resolve().parents[3] / "support" / "verifiers_envs"
 PROGRAM = Path(verifiers_env.__file__)
@@ -45,13 +44,7 @@ def toml(folder: Path, more: str = "", **task: str) -> Path:
 
 
 def prompts(path: Path | str | None) -> Sequence[Prompt]:
-    args = DataArguments(
-        dataset_cls="roll.rollout.agents.verifiers_env:tasks",
-        file_name=None if path is None else str(path),
-        prompt="prompt",
-        response=None,
-    )
-    return load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
+    return tasks(dataset_cls="roll.rollout.agents.verifiers_env:tasks", file_name=path and str(path))
 
 
 def play(engine: Engine, prompt: Prompt, **keys: Any) -> Session:
@@ -77,37 +70,27 @@ def test_the_tasks_are_a_dataset(tmp_path):
     json.dumps(rows[0].extra_info)
 
 
-@needs_verifiers
-@pytest.mark.parametrize(("answer", "reward"), [("it is 1", 1.5), ("nine hundred and ninety-nine", 0.0), ("2", 0.5)])
-def test_one_turn_is_played_and_its_rewards_are_summed(tmp_path, answer, reward):
-    engine = Engine([answer])
-    session = play(engine, prompts(toml(tmp_path))[0])
-    assert session.reward == reward and len(session.turns) == 1
-    assert rows_of(session) == [prompt + ids for prompt, ids in engine.log], "what is trained is what was sampled"
+ADD = '<tool_call>{"name": "add", "arguments": {"left": 0, "right": 1}}</tool_call>'
 
 
 @needs_verifiers
-def test_several_turns_are_one_row(tmp_path):
-    engine = Engine(["7", "1"])
-    session = play(engine, prompts(toml(tmp_path, kind="multi"))[0])
-    assert session.reward == 1.5 and len(session.turns) == 2 and len(rows_of(session)) == 1
-    assert session.counts["rewritten"] == session.counts["refused"] == 0
-    assert rows_of(session) == [engine.log[1][0] + engine.log[1][1]]
-
-
-@needs_verifiers
-def test_a_limit_of_its_own_ends_an_episode_that_is_judged(tmp_path):
-    session = play(Engine(["7", "1"]), prompts(toml(tmp_path, "[env.solver]\nmax_turns = 1", kind="multi"))[0])
-    assert session.reward == 0.5 and len(session.turns) == 1 and session.counts["refused"] == 0
-
-
-@needs_verifiers
-def test_its_tools_are_called(tmp_path):
-    call = '<tool_call>{"name": "add", "arguments": {"left": 0, "right": 1}}</tool_call>'
-    engine = Engine([call, "1"])
-    session = play(engine, prompts(toml(tmp_path, kind="tool"))[0])
-    assert session.reward == 1.5 and len(session.turns) == 2 and len(rows_of(session)) == 1
-    assert session.counts["malformed_calls"] == 0
+@pytest.mark.parametrize(
+    ("kind", "more", "answers", "reward"),
+    [
+        ("single", "", ["it is 1"], 1.5),
+        ("single", "", ["nine hundred and ninety-nine"], 0.0),
+        ("single", "", ["2"], 0.5),
+        ("multi", "", ["7", "1"], 1.5),
+        ("multi", "[env.solver]\nmax_turns = 1", ["7"], 0.5),
+        ("tool", "", [ADD, "1"], 1.5),
+    ],
+)
+def test_an_episode_is_one_row_of_what_was_sampled_and_its_rewards_are_summed(tmp_path, kind, more, answers, reward):
+    engine = Engine([*answers])
+    session = play(engine, prompts(toml(tmp_path, more, kind=kind))[0])
+    prompt, ids = engine.log[-1]
+    assert (session.reward, len(session.turns), rows_of(session)) == (reward, len(answers), [prompt + ids])
+    assert session.counts | {"rewritten": 0, "malformed_calls": 0, "refused": 0} == session.counts
 
 
 @needs_verifiers
@@ -135,8 +118,7 @@ async def test_another_python_writes_the_dataset_and_plays_it(tmp_path):
     command = [sys.executable, PROGRAM, toml(tmp_path)]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     (tmp_path / "tasks.jsonl").write_text(written)
-    args = DataArguments(file_name=str(tmp_path / "tasks.jsonl"), prompt="prompt", response=None)
-    (row, *_) = load_prompts(args, renderer=None, prompt_length=None, allowed_tags=None, seed=0)
+    (row, *_) = tasks(file_name=str(tmp_path / "tasks.jsonl"))
     assert row == prompts(toml(tmp_path))[0]
 
     session = new_session(Engine(["1"]), reward="call")

@@ -132,10 +132,14 @@ def say(text: str, name: str, tools: tuple[ToolSchema, ...] = ()) -> tuple[str, 
 
 
 ADD = ("add", {"a": 1, "b": 2})
+ONE_AND_TWO = '{"a": 1, "b": 2}'
+ADD_ARGUMENTS = f'{{"name": "add", "arguments": {ONE_AND_TWO}}}'
+ADD_PARAMETERS = f'{{"name": "add", "parameters": {ONE_AND_TWO}}}'
+DEEPSEEK_ADD = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{ONE_AND_TWO}\n```<｜tool▁call▁end｜>"
 AS_MODELS_WRITE = [
-    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "", 1),
+    ("hermes", f"<tool_call>\n{ADD_ARGUMENTS}\n</tool_call>", "", 1),
     ("hermes", 'Let me see.\n<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>', "Let me see.", 1),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>\n' * 3, "", 3),
+    ("hermes", f"<tool_call>{ADD_ARGUMENTS}</tool_call>\n" * 3, "", 3),
     (
         "qwen3_coder",
         "I add.\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
@@ -143,23 +147,13 @@ AS_MODELS_WRITE = [
         "I add.",
         1,
     ),
-    ("llama3_json", '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", 1),
+    ("llama3_json", ADD_PARAMETERS, "", 1),
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", 1),
-    (
-        "llama3_json",
-        '{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "add", "arguments": {"a": 1, "b": 2}}',
-        "",
-        2,
-    ),
+    ("llama3_json", f"{ADD_PARAMETERS}; {ADD_ARGUMENTS}", "", 2),
     ("llama_pythonic", "[add(a=1, b=2), add(b=2, a=1)]", "", 2),
     ("llama_pythonic", "I add.<|python_start|>[add(a=1, b=2)]<|python_end|>", "I add.", 1),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdef123"}]', "", 1),
-    (
-        "mistral",
-        'So.[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1, "b": 2}',
-        "So.",
-        2,
-    ),
+    ("mistral", f"So.[TOOL_CALLS]add[ARGS]{ONE_AND_TWO}[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{ONE_AND_TWO}", "So.", 2),
     (
         "harmony",
         "<|channel|>analysis<|message|>Sum.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
@@ -167,19 +161,12 @@ AS_MODELS_WRITE = [
         "",
         1,
     ),
-    ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}', "", 1),
-    (
-        "deepseek",
-        "So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-        '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
-        '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "So.",
-        2,
-    ),
+    ("harmony", f" to=functions.add<|channel|>commentary json<|message|>{ONE_AND_TWO}", "", 1),
+    ("deepseek", f"So.<｜tool▁calls▁begin｜>{DEEPSEEK_ADD}\n{DEEPSEEK_ADD}<｜tool▁calls▁end｜>", "So.", 2),
     (
         "deepseek",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
-        '{"a": 1, "b": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        f"{ONE_AND_TWO}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "",
         1,
     ),
@@ -291,7 +278,7 @@ def test_a_malformed_call_says_what_was_expected(name, text, reason):
 
 
 def test_a_malformed_call_leaves_its_neighbours_alone():
-    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    good = f"<tool_call>{ADD_ARGUMENTS}</tool_call>"
     for bad in ("<tool_call>{</tool_call>", "<tool_call>{", "<tool_call></tool_call>"):
         turn = dialect("hermes").parse(f"{good}{bad}{good}")
         assert [(call.name, call.arguments) for call in turn.calls] == [ADD] * 2 and len(turn.errors) == 1

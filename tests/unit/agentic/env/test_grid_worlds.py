@@ -1,20 +1,27 @@
-"""Sokoban: rules, boards, rewards, against a search that shares no code with the library's."""
+"""The grid worlds: rules, boards, rewards, experts, against searches that share no code with the library's."""
 
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 
+from roll.agentic.env.frozen_lake import FrozenLakeEnv
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.agentic.env.sokoban_boards import Board
 
 MOVES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+SHORT = {"max_solution": 4, "num_walls": 4}
 
 
 def answer(name: str) -> str:
     return f"<answer>{name}</answer>"
+
+
+def find(text: str, symbols: str) -> list[tuple[int, int]]:
+    return [(r, c) for r, line in enumerate(text.split("\n")) for c, symbol in enumerate(line) if symbol in symbols]
 
 
 def playing(board: str, **config) -> SokobanEnv:
@@ -23,12 +30,17 @@ def playing(board: str, **config) -> SokobanEnv:
     return env
 
 
+def dealt(count: int, **config) -> Iterator[tuple[SokobanEnv, str]]:
+    """An environment with each of its first boards, and that board as text."""
+    env = SokobanEnv(**config)
+    for seed in range(count):
+        yield env, env.reset(seed=seed)[0]
+
+
 def read(text: str):
     """Player, boxes, targets and walls of a drawn board, as sets of (row, column)."""
-    cells = {(r, c): symbol for r, line in enumerate(text.split("\n")) for c, symbol in enumerate(line)}
-    pick = lambda symbols: frozenset(cell for cell, symbol in cells.items() if symbol in symbols)  # noqa: E731
-    (player,) = pick("PS")
-    return player, pick("X√"), pick("O√S"), pick("#")
+    (player,) = find(text, "PS")
+    return player, *(frozenset(find(text, symbols)) for symbols in ("X√", "O√S", "#"))
 
 
 def oracle_move(player, boxes, walls, move):
@@ -39,9 +51,8 @@ def oracle_move(player, boxes, walls, move):
     return ahead, (boxes - {ahead}) | {beyond} if ahead in boxes else boxes
 
 
-def oracle_length(text: str) -> int | None:
+def oracle_length(player, boxes, targets, walls) -> int | None:
     """Fewest moves to solve the board: plain forward breadth-first search."""
-    player, boxes, targets, walls = read(text)
     frontier, seen, depth = [(player, boxes)], {(player, boxes)}, 0
     while frontier:
         if any(boxes == targets for _, boxes in frontier):
@@ -53,7 +64,7 @@ def oracle_length(text: str) -> int | None:
     return None
 
 
-# ---- rules
+# ---- rules of Sokoban
 
 
 def test_a_box_is_pushed_into_a_free_cell():
@@ -94,7 +105,8 @@ def test_a_box_goes_onto_a_target_and_off_again():
 
 
 def test_solving_pays_and_ends_the_episode_also_at_the_step_limit():
-    env = playing("######\n#____#\n#PXO_#\n#____#\n#____#\n######", reward_scale=0.1)
+    board = "######\n#____#\n#PXO_#\n#____#\n#____#\n######"
+    env = playing(board, reward_scale=0.1)
     observation, reward, terminated, truncated, info = env.step(answer("Right"))
     assert "√" in observation and terminated and not truncated and info["success"]
     assert reward == info["task_reward"] == pytest.approx(0.1 * (-0.1 + 1.0 + 10.0))
@@ -103,7 +115,6 @@ def test_solving_pays_and_ends_the_episode_also_at_the_step_limit():
     env = playing("######\n#PXO_#\n#____#\n#_X__#\n#_O__#\n######")
     _, _, terminated, _, info = env.step(answer("Right"))
     assert not terminated and not info["success"]
-    board = "######\n#____#\n#PXO_#\n#____#\n#____#\n######"
     assert playing(board, max_steps=1).step(answer("Right"))[2:4] == (True, False)
     assert playing(board, max_steps=1).step(answer("Up"))[2:4] == (False, True)
 
@@ -134,16 +145,25 @@ def test_play_agrees_with_the_oracle_on_random_moves():
 
 
 @pytest.mark.parametrize("text", ["", "Up", "<answer>Jump</answer>", "<answer>Up", "<answer></answer>"])
-def test_an_invalid_action_keeps_the_state_costs_the_penalty_and_counts_a_step(text):
-    env = SokobanEnv(max_steps=2, format_penalty=-0.5, reward_scale=0.1)
+@pytest.mark.parametrize(
+    ("world", "config", "task_reward", "penalty"),
+    [
+        (SokobanEnv, {"max_steps": 2, "format_penalty": -0.5, "reward_scale": 0.1}, -0.01, -0.05),
+        (FrozenLakeEnv, {"max_steps": 6, "format_penalty": -0.25, "is_slippery": True}, 0.0, -0.25),
+    ],
+)
+def test_an_invalid_action_keeps_the_state_costs_the_penalty_and_counts_a_step(
+    world, config, task_reward, penalty, text
+):
+    env = world(**config)
     first, start = env.reset(seed=3)
-    for last in (False, True):
+    for steps_left in reversed(range(config["max_steps"])):
         observation, reward, terminated, truncated, info = env.step(text)
         assert observation == first and info["state_key"] == start["state_key"]
         assert info["action"] is None and not info["action_is_valid"] and not info["action_is_effective"]
-        assert (info["task_reward"], info["penalty"]) == (pytest.approx(-0.01), pytest.approx(-0.05))
+        assert (info["task_reward"], info["penalty"]) == (pytest.approx(task_reward), pytest.approx(penalty))
         assert reward == info["task_reward"] + info["penalty"]
-        assert (terminated, truncated) == (False, last)
+        assert (terminated, truncated) == (False, steps_left == 0)
 
 
 def test_equal_states_have_equal_keys_and_there_is_none_before_reset():
@@ -156,13 +176,13 @@ def test_equal_states_have_equal_keys_and_there_is_none_before_reset():
         SokobanEnv().step(answer("Up"))
 
 
-# ---- boards
+# ---- boards of Sokoban
 
 
 @pytest.mark.parametrize(
     ("config", "num_seeds"),
     [
-        ({"max_solution": 4, "num_walls": 4}, 300),
+        (SHORT, 300),
         ({"min_solution": 7, "max_solution": 9}, 60),
         ({"num_boxes": 2, "min_solution": 2, "max_solution": 9}, 30),
         ({"dim_room": (6, 7), "num_boxes": 3, "num_walls": 8, "min_solution": 3, "max_solution": 7}, 15),
@@ -170,12 +190,9 @@ def test_equal_states_have_equal_keys_and_there_is_none_before_reset():
     ],
 )
 def test_boards_are_solvable_with_an_optimal_length_in_the_asked_range(config, num_seeds):
-    env = SokobanEnv(**config)
     lengths = set()
-    for seed in range(num_seeds):
-        text, _ = env.reset(seed=seed)
-        length = oracle_length(text)
-        assert length is not None and config.get("min_solution", 1) <= length <= config["max_solution"]
+    for env, text in dealt(num_seeds, **config):
+        length = oracle_length(*read(text))
         assert env.solution_length() == length
         lengths.add(length)
     assert lengths == set(range(config.get("min_solution", 1), config["max_solution"] + 1))
@@ -204,8 +221,7 @@ def test_an_unreachable_difficulty_is_a_clear_error_within_a_second():
 
 
 def test_search_depth_bounds_the_length():
-    env = SokobanEnv(search_depth=2, max_steps=50)
-    assert all(oracle_length(env.reset(seed=seed)[0]) <= 2 for seed in range(40))
+    assert all(oracle_length(*read(text)) <= 2 for _, text in dealt(40, search_depth=2, max_steps=50))
 
 
 def test_the_same_seed_gives_the_same_board_in_another_process():
@@ -230,13 +246,8 @@ def test_the_same_seed_gives_the_same_board_in_another_process():
 
 
 def test_seeds_give_different_boards_and_layouts_the_same_in_every_version():
-    env = SokobanEnv(max_solution=4, num_walls=4)
-    env.reset(seed=0)
-    assert env.board.hash == "0927097a05cfef20"
-    boards = []
-    for seed in range(1000):
-        env.reset(seed=seed)
-        boards.append(env.board)
+    boards = [env.board for env, _ in dealt(1000, **SHORT)]
+    assert boards[0].hash == "0927097a05cfef20"
     assert len({board.hash for board in boards}) > 950
     shared = sum(a.layout_bytes == b.layout_bytes for a, b in pairwise(boards))
     assert shared < 10
@@ -252,71 +263,50 @@ def test_without_a_seed_boards_differ_and_follow_the_last_seed():
 
 
 def test_train_and_eval_share_no_board_and_the_hash_decides():
-    hashes = {}
-    for split in ("train", "eval"):
-        env = SokobanEnv(split=split, max_solution=4, num_walls=4)
-        hashes[split] = set()
-        for seed in range(2500):
-            env.reset(seed=seed)
-            hashes[split].add(env.board.hash)
+    splits = ("train", "eval")
+    hashes = {split: {env.board.hash for env, _ in dealt(2500, split=split, **SHORT)} for split in splits}
     assert not hashes["train"] & hashes["eval"]
-    assert all(
-        (int(board_hash, 16) / 2**64 < 0.1) == (split == "eval") for split in hashes for board_hash in hashes[split]
-    )
+    for split in splits:
+        assert {int(board_hash, 16) / 2**64 < 0.1 for board_hash in hashes[split]} == {split == "eval"}
     assert len(hashes["eval"]) > 1900 and len(hashes["train"]) > 2300
 
 
-def test_train_and_eval_have_the_same_lengths():
-    shares = {}
-    for split in ("train", "eval"):
-        env = SokobanEnv(split=split, max_solution=4, num_walls=4)
-        lengths = []
-        for seed in range(1000):
-            env.reset(seed=seed)
-            lengths.append(env.solution_length())
-        shares[split] = [lengths.count(length) / 1000 for length in (1, 2, 3, 4)]
-    assert all(0.2 < share < 0.3 for split in shares for share in shares[split])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_train_and_eval_have_the_same_lengths(split):
+    lengths = [env.solution_length() for env, _ in dealt(1000, split=split, **SHORT)]
+    assert all(0.2 < lengths.count(length) / 1000 < 0.3 for length in (1, 2, 3, 4))
 
 
 def test_all_split_draws_from_both():
-    env = SokobanEnv(holdout_fraction=0.3, max_solution=4)
-    held_out = 0
-    for seed in range(1000):
-        env.reset(seed=seed)
-        held_out += int(env.board.hash, 16) / 2**64 < 0.3
-    assert 240 < held_out < 360
+    boards = [env.board for env, _ in dealt(1000, holdout_fraction=0.3, max_solution=4)]
+    assert 240 < sum(int(board.hash, 16) / 2**64 < 0.3 for board in boards) < 360
 
 
-# ---- expert
+# ---- Sokoban's expert
 
 
 @pytest.mark.parametrize("config", [{"max_solution": 8}, {"num_boxes": 2, "max_solution": 10, "dim_room": (7, 7)}])
 def test_expert_actions_solve_in_the_optimal_length(config):
-    env = SokobanEnv(**config)
-    for seed in range(25):
-        text, _ = env.reset(seed=seed)
-        length, steps, terminated = oracle_length(text), 0, False
+    for seed, (env, text) in enumerate(dealt(25, **config)):
+        steps, terminated = 0, False
         while not terminated:
             actions = env.expert_actions()
             _, _, terminated, _, _ = env.step(answer(actions[(seed + steps) % len(actions)]))
             steps += 1
-        assert steps == length
+        assert steps == oracle_length(*read(text))
         assert env.expert_actions() == []
 
 
 def test_expert_names_all_optimal_actions_also_off_the_path():
-    env = SokobanEnv(num_boxes=2, max_solution=4, max_steps=30, num_walls=2)
-    for seed in range(8):
-        text, _ = env.reset(seed=seed)
+    for seed, (env, text) in enumerate(dealt(8, num_boxes=2, max_solution=4, max_steps=30, num_walls=2)):
         for index in range(4):
-            player, boxes, _, walls = read(text)
-            length = oracle_length(text)
-            best = []
-            for name, move in MOVES.items():
-                after = drawn(text, *oracle_move(player, boxes, walls, move))
-                rest = oracle_length(after)
-                if length and rest is not None and rest == length - 1:
-                    best.append(name)
+            player, boxes, targets, walls = read(text)
+            length = oracle_length(player, boxes, targets, walls)
+            rest = {
+                name: oracle_length(*oracle_move(player, boxes, walls, move), targets, walls)
+                for name, move in MOVES.items()
+            }
+            best = [name for name in MOVES if length and rest[name] == length - 1]
             assert sorted(env.expert_actions()) == sorted(best)
             assert env.solution_length() == length
             text, _, terminated, _, _ = env.step(answer(list(MOVES)[(seed + 3 * index) % 4]))
@@ -324,24 +314,10 @@ def test_expert_names_all_optimal_actions_also_off_the_path():
                 break
 
 
-def drawn(text, player, boxes):
-    _, _, targets, walls = read(text)
-
-    def symbol(cell):
-        on = cell in targets
-        if cell in walls:
-            return "#"
-        if cell == player:
-            return "S" if on else "P"
-        return ("√" if on else "X") if cell in boxes else "O" if on else "_"
-
-    rows = text.split("\n")
-    return "\n".join("".join(symbol((r, c)) for c in range(len(rows[0]))) for r in range(len(rows)))
-
-
 def test_a_lost_board_has_no_expert_action_and_is_given_up_within_a_second():
-    env = playing("######\n#X___#\n#_P__#\n#__O_#\n#____#\n######")
-    assert oracle_length("######\n#X___#\n#_P__#\n#__O_#\n#____#\n######") is None
+    lost = "######\n#X___#\n#_P__#\n#__O_#\n#____#\n######"
+    env = playing(lost)
+    assert oracle_length(*read(lost)) is None
     assert env.expert_actions() == [] and env.solution_length() is None
     env = playing(
         "##########\n#X_______#\n#_P__X___#\n#____O___#\n#__X_____#\n#__O__X__#\n#_____O__#\n#________#\n#_______O#\n##########"
@@ -351,7 +327,7 @@ def test_a_lost_board_has_no_expert_action_and_is_given_up_within_a_second():
     assert time.process_time() - start < 1.0
 
 
-# ---- symbols
+# ---- symbols of Sokoban
 
 
 def test_grid_vocab_alone_or_grid_lookup_chooses_the_symbols():
@@ -399,3 +375,121 @@ def test_the_instruction_can_be_replaced():
 def test_a_given_board_is_checked(board, message):
     with pytest.raises(ValueError, match=message):
         Board.parse(board)
+
+
+# ---- the frozen lake
+
+
+def way_to(text: str, goal_symbol: str) -> list[str] | None:
+    """Shortest names of moves to a cell with the symbol, over frozen cells."""
+    (start,), goals = find(text, "P"), find(text, goal_symbol)
+    free = set(find(text, "_PG")) | set(goals)
+    ways: dict[tuple[int, int], list[str]] = {start: []}
+    queue = [start]
+    for cell in queue:
+        if cell in goals:
+            return ways[cell]
+        for name, (down, right) in MOVES.items():
+            after = (cell[0] + down, cell[1] + right)
+            if after in free and after not in ways:
+                ways[after] = [*ways[cell], name]
+                queue.append(after)
+    return None
+
+
+@pytest.mark.parametrize(("size", "p"), [(4, 0.8), (8, 0.8), (8, 0.6), (8, 0.5)])
+def test_every_lake_is_crossed_by_its_expert_on_a_shortest_way_and_the_goal_pays(size, p):
+    env = FrozenLakeEnv(size=size, p=p, max_steps=100, reward_scale=2.0, step_penalty=-0.1)
+    for seed in range(20):
+        text, _ = env.reset(seed=seed)
+        assert [len(line) for line in text.split("\n")] == [size] * size
+        assert text[0] == "P" and text[-1] == "G"
+        for left in range(len(way_to(text, "G")), 0, -1):
+            assert len(way_to(text, "G")) == left
+            name = env.expert_actions()[-1]
+            text, reward, terminated, truncated, info = env.step(answer(name))
+            assert info["action"] == name and info["action_is_effective"]
+        assert terminated and not truncated and info["success"] and text[-1] == "√"
+        assert reward == pytest.approx(2.0 * (1.0 - 0.1))
+        assert env.expert_actions() == [], "silent at the end"
+
+
+def test_the_splits_share_no_lake():
+    lakes = {
+        split: {FrozenLakeEnv(split=split).reset(seed=seed)[0] for seed in range(300)}
+        for split in ("train", "eval", "all")
+    }
+    assert not lakes["train"] & lakes["eval"]
+    assert lakes["all"] & lakes["train"] and lakes["all"] & lakes["eval"]
+
+
+def test_coordinates_are_those_of_the_map():
+    env = FrozenLakeEnv(size=5, p=0.7, show_coordinates=True)
+    text, _ = env.reset(seed=4)
+    for name in ("", *way_to(text.rpartition("\n")[0], "G")[:3]):
+        drawn, _, places = env.step(answer(name))[0].rpartition("\n")
+        assert places == "".join(f"{symbol}({r},{c})" for symbol in "PGO" for r, c in find(drawn, symbol))
+
+
+def test_a_hole_ends_the_episode_without_success():
+    env = FrozenLakeEnv(hole_reward=-1.0, p=0.6)
+    text, _ = env.reset(seed=1)
+    way = way_to(text, "O")
+    for name in way:
+        text, reward, terminated, _, info = env.step(answer(name))
+    assert terminated and not info["success"] and reward == -1.0
+    assert len(find(text, "X")) == 1
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step(answer("Up"))
+
+
+def test_the_shore_stops_the_player():
+    env = FrozenLakeEnv()
+    text, start = env.reset(seed=0)
+    after, reward, terminated, _, info = env.step(answer("Up"))
+    assert after == text and info["state_key"] == start["state_key"] and not terminated and reward == 0.0
+    assert info["action_is_valid"] and not info["action_is_effective"]
+
+
+def test_slips_follow_the_seed_and_invalid_actions_do_not_use_them_up():
+    def play(invalid: bool) -> list[str]:
+        env = FrozenLakeEnv(is_slippery=True, size=8, p=1.0, max_steps=50)
+        env.reset(seed=4)
+        texts = []
+        for name in ["Right", "Down"] * 8:
+            if invalid:
+                env.step("?")
+            texts.append(env.step(answer(name))[0])
+        return texts
+
+    assert play(False) == play(False) == play(True)
+
+
+def test_slips_go_to_either_side_and_never_back():
+    env = FrozenLakeEnv(is_slippery=True, size=8, p=1.0, max_steps=1000)
+    seen = []
+    for seed in range(300):
+        env.reset(seed=seed)
+        for name in ("Down", "Down", "Right", "Right"):
+            text = env.step(answer(name))[0]
+        before = find(text, "P")[0]
+        if 0 < before[0] < 7 and 0 < before[1] < 7:
+            after = find(env.step(answer("Right"))[0], "P")[0]
+            seen.append((after[0] - before[0], after[1] - before[1]))
+    assert set(seen) == {(0, 1), (1, 0), (-1, 0)}
+    assert all(0.2 < seen.count(move) / len(seen) < 0.47 for move in set(seen))
+
+
+def test_seeds_give_different_lakes_and_the_same_seed_the_same():
+    env = FrozenLakeEnv(size=6)
+    lakes = [env.reset(seed=seed)[0] for seed in range(50)]
+    assert len(set(lakes)) > 40
+    assert lakes == [FrozenLakeEnv(size=6).reset(seed=seed)[0] for seed in range(50)]
+
+
+def test_symbols_of_the_lake_can_be_changed_and_too_few_steps_for_the_way_are_refused():
+    env = FrozenLakeEnv(grid_lookup={0: "@"}, grid_vocab={"@": "you"})
+    text, _ = env.reset(seed=0)
+    assert text[0] == "@" and "@: you" in env.env_instruction
+    with pytest.raises(ValueError, match="max_steps: got 10, expected at least 14"):
+        FrozenLakeEnv(size=8)
