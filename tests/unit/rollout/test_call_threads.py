@@ -21,10 +21,11 @@ def mailboxes(number: int, **options: Any) -> tuple[CallThreads, list[Mailbox]]:
 
 async def test_quick_calls_of_many_environments_share_a_few_threads():
     _, boxes = mailboxes(500)
-    idents = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(4)]
+    idents = []
+    for _ in range(4):
+        idents += await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes))
     for box in boxes:
         box.close(nothing)
-    idents = [ident for some in idents for ident in some]
     assert len(idents) == 2000 and threading.get_ident() not in idents
     assert len(set(idents)) < 10  # more than one where the machine is busy
 
@@ -65,42 +66,36 @@ async def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_el
     assert where[1] == where[0], "calls of one environment stay in their order"
 
 
-def test_a_call_that_is_given_up_before_it_begins_never_does(gate):
+async def test_a_call_that_is_given_up_before_it_begins_never_does(gate):
     _, (first, second) = mailboxes(2)
     begun: list[str] = []
 
-    async def play() -> None:
-        busy = asyncio.create_task(first.run("step", lambda: gate.wait(5), 5))
-        await asyncio.sleep(0)
-        waiting = asyncio.create_task(second.run("agent", lambda: begun.append("agent"), 5, ends_with_caller=True))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        second.close(lambda: begun.append("closed"))
-        gate.set()
-        await busy
-        first.close(nothing)
-
-    asyncio.run(play())
+    busy = asyncio.create_task(first.run("step", lambda: gate.wait(5), 5))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(second.run("agent", lambda: begun.append("agent"), 5, ends_with_caller=True))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    second.close(lambda: begun.append("closed"))
+    gate.set()
+    await busy
+    first.close(nothing)
     wait_until(lambda: begun != [])
     time.sleep(2 * PATIENCE_S)
     assert begun == ["closed"]
 
 
-def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy():
+async def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy():
     before = threading.active_count()
 
     def busy() -> None:
         while True:
             pass
 
-    async def play() -> None:
-        _, (box,) = mailboxes(1)
-        with pytest.raises(CallTimeoutError):
-            await box.run("step", busy, 0.1)
-        box.close(nothing)
-
-    asyncio.run(play())
+    _, (box,) = mailboxes(1)
+    with pytest.raises(CallTimeoutError):
+        await box.run("step", busy, 0.1)
+    box.close(nothing)
     wait_until(lambda: threading.active_count() <= before)
 
 
@@ -131,22 +126,19 @@ def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
-def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread, gate):
+async def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread, gate):
     order: list[str] = []
 
-    async def play() -> None:
-        _, (box,) = mailboxes(1, own_thread=own_thread)
-        first = asyncio.create_task(box.run("step", lambda: (gate.wait(5), order.append("first")), 5))
-        await asyncio.sleep(3 * PATIENCE_S)
-        first.cancel()  # who asked for it does not wait for it any more
-        second = asyncio.create_task(box.run("step", lambda: order.append("second"), 5))
-        await asyncio.sleep(3 * PATIENCE_S)
-        assert order == []
-        box.close(lambda: order.append("closed"))
-        gate.set()
-        await second
-
-    asyncio.run(play())
+    _, (box,) = mailboxes(1, own_thread=own_thread)
+    first = asyncio.create_task(box.run("step", lambda: (gate.wait(5), order.append("first")), 5))
+    await asyncio.sleep(3 * PATIENCE_S)
+    first.cancel()  # who asked for it does not wait for it any more
+    second = asyncio.create_task(box.run("step", lambda: order.append("second"), 5))
+    await asyncio.sleep(3 * PATIENCE_S)
+    assert order == []
+    box.close(lambda: order.append("closed"))
+    gate.set()
+    await second
     wait_until(lambda: order == ["first", "second", "closed"])
 
 

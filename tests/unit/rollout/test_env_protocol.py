@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roll.agentic.env import TextEnv
 from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
-from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.data.requests import SamplingParams
 from roll.pipeline.rollouts import write_trajectories
 from roll.report.render import render_index, save_renders
 from roll.rollout.env_manager import LengthLimits
@@ -26,6 +26,7 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from roll.tracking.run import RunFolder, read_json_lines
 from tests.support.examples import examples
+from tests.unit.rollout.conftest import Engine
 
 SURROGATE = "left \ud800 right"
 
@@ -80,17 +81,11 @@ class Maze(TextEnv):
 
 
 REPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "observation None": (
-        {"step": {"observation": None}},
-        "Maze.step returned observation None (NoneType), expected text",
-    ),
+    "no text": ({"step": {"observation": None}}, "Maze.step returned observation None (NoneType), expected text"),
     "observation int": ({"step": {"observation": 7}}, "Maze.step returned observation 7 (int), expected text"),
     "observation bytes": ({"step": {"observation": b"ab"}}, "observation b'ab' (bytes), expected text"),
     "surrogates": ({"step": {"observation": SURROGATE}}, r"'left \ud800 right' (str), expected text without lone"),
-    "far too long": (
-        {"step": {"observation": "x" * (MAX_TEXT + 1)}},
-        "observation of 4,000,001 bytes, expected at most",
-    ),
+    "too long": ({"step": {"observation": "x" * (MAX_TEXT + 1)}}, "observation of 4,000,001 bytes, expected at most"),
     "reset None": ({"reset": (None, {})}, "Maze.reset returned observation None (NoneType), expected text"),
     "reset alone": ({"reset": "start"}, "Maze.reset returned 'start' (str), expected (observation, info)"),
     "info None": ({"step": {"info": None}}, "Maze.step returned info None (NoneType), expected a dictionary"),
@@ -105,29 +100,9 @@ REPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "action number": ({"info": {"action": 2}}, "info['action'] 2 (int), expected text"),
     "action surrogates": ({"info": {"action": SURROGATE}}, "info['action'] 'left"),
     "key": ({"info": {"state_key": Unspeakable()}}, "info['state_key']"),
-    "silent error": (
-        {"error": Silent()},
-        "environment step raised Silent: (its message cannot be read: RecursionError)",
-    ),
+    "silent": ({"error": Silent()}, "environment step raised Silent: (its message cannot be read: RecursionError)"),
     "surrogate error": ({"error": ValueError(SURROGATE)}, r"environment step raised ValueError: left \ud800 right"),
 }
-
-
-class Engine:
-    """Says ``go``, as the tiny tokenizer spells it."""
-
-    def __init__(self, worker: EnvironmentWorker) -> None:
-        tokenizer = worker.managers["Maze"].renderer.tokenizer
-        self.ids = np.asarray([*tokenizer.encode("go", add_special_tokens=False), tokenizer.eos_token_id])
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        return Completion(
-            request.request_id,
-            self.ids,
-            np.zeros(len(self.ids), np.float32),
-            FinishReason.STOP,
-            np.zeros(len(self.ids), np.int64),
-        )
 
 
 @pytest.fixture
@@ -146,7 +121,7 @@ def play(tokenizer_path: str, **env_config: Any) -> RolloutGroup:
     limits = LengthLimits(prompt_length=200, sequence_length=400)
     worker = EnvironmentWorker("envs", 0, 1, {})
     worker.setup(EnvWorkerContext({"Maze": maze(**env_config)}, tokenizer_path, "native", SamplingParams(), limits, 1))
-    worker.client = Engine(worker)  # type: ignore[assignment]
+    worker.client = Engine("go")  # type: ignore[assignment]
     return asyncio.run(worker.run_group(GroupSpec(3, "Maze", env_seed=5, group_size=2)))
 
 

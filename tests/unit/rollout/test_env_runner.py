@@ -66,7 +66,7 @@ ERRORS: dict[str, BaseException] = {
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
-def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_thread):
+async def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_thread):
     """From the construction on, which happens once, at the first call."""
     built: list[OddEnv] = []
 
@@ -74,19 +74,15 @@ def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_
         built.append(OddEnv())
         return built[-1]
 
-    async def play() -> None:
-        runner = EnvRunner(make, timeout=5, own_thread=own_thread)
-        assert built == []
-        observation, info = await runner.reset(7)
-        assert (observation, info) == ("seed 7", {"state_key": "7", "env_instruction": "Be odd."})
-        observation, reward, terminated, truncated, info = await runner.step("left")
-        assert (observation, reward, terminated, truncated) == ("left", 0.75, False, True)
-        assert (info["task_reward"], info["penalty"], info["success"]) == (1.0, -0.25, True)
-        assert info["env_instruction"] == "Be odd."  # prompts of later turns are filled from the last info
-        assert await runner.call("peek", lambda env: env.env_instruction) == "Be odd."
-        runner.close()
-
-    asyncio.run(play())
+    runner = EnvRunner(make, timeout=5, own_thread=own_thread)
+    assert built == []
+    assert await runner.reset(7) == ("seed 7", {"state_key": "7", "env_instruction": "Be odd."})
+    *others, info = await runner.step("left")
+    assert others == ["left", 0.75, False, True]
+    assert (info["task_reward"], info["penalty"], info["success"]) == (1.0, -0.25, True)
+    assert info["env_instruction"] == "Be odd."  # prompts of later turns are filled from the last info
+    assert await runner.call("peek", lambda env: env.env_instruction) == "Be odd."
+    runner.close()
     (env,) = built
     assert len(set(env.threads)) == 1 or not own_thread
     assert threading.get_ident() not in env.threads
@@ -102,13 +98,11 @@ async def test_whatever_a_step_raises_is_a_crash_that_says_so(name, options):
         await runner.step(name)
     assert (await runner.step("left"))[0] == "left"  # the thread lives on
     runner.close()
-    error = caught.value
-    assert str(error).startswith("environment step raised ")
-    assert type(ERRORS[name]).__name__ in str(error)
-    assert error.__cause__ is not None
+    assert str(caught.value).startswith("environment step raised ") and caught.value.__cause__ is not None
+    assert type(ERRORS[name]).__name__ in str(caught.value)
 
 
-def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_between():
+async def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_between():
     order: list[str] = []
 
     async def play(name: str) -> OddEnv:
@@ -121,12 +115,8 @@ def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_b
         runner.close()
         return env
 
-    async def both() -> list[OddEnv]:
-        return await asyncio.gather(play("a"), play("b"))
-
-    for env in asyncio.run(both()):
-        assert set(env.threads) == {threading.get_ident()}
-        assert env.closed
+    for env in await asyncio.gather(play("a"), play("b")):
+        assert set(env.threads) == {threading.get_ident()} and env.closed
     assert order == ["a", "b"] * 3
 
 
@@ -134,8 +124,7 @@ def test_a_class_says_that_it_is_instant_or_wants_a_thread_of_its_own():
     assert envs.is_instant("sokoban") and envs.is_instant("frozen_lake")
     assert not envs.is_instant("sokoban", {"dim_room": [10, 10], "num_boxes": 4, "max_steps": 20})
     assert not envs.is_instant("sokoban", {"num_boxes": "many"}), "it cannot even be made"
-    assert not envs.is_instant("gymnasium")
-    assert not envs.is_instant(f"{__name__}:SlowSokoban")
+    assert not envs.is_instant("gymnasium") and not envs.is_instant(f"{__name__}:SlowSokoban")
     assert envs.wants_own_thread("gymnasium") and not envs.wants_own_thread("sokoban")
     assert envs.wants_own_thread(f"{__name__}:ThreadBound")
 
@@ -206,29 +195,23 @@ async def test_cancelling_the_caller_is_no_failure_of_the_environment(gate):
     runner.close()
 
 
-def test_with_a_lock_one_call_runs_at_a_time():
-    inside = 0
-    most = 0
+@pytest.mark.parametrize("locked", [True, False])
+async def test_with_a_lock_one_call_runs_at_a_time(locked):
+    inside: list[TextEnv] = []
+    counts: list[int] = []
 
     def job(env: TextEnv) -> None:
-        nonlocal inside, most
-        inside += 1
-        most = max(most, inside)
+        inside.append(env)
+        counts.append(len(inside))
         time.sleep(0.01)
-        inside -= 1
+        inside.remove(env)
 
-    async def play(lock: OneAtATime | None) -> int:
-        nonlocal most
-        most = 0
-        threads = CallThreads()
-        runners = [EnvRunner(OddEnv, timeout=5, lock=lock, own_thread=True, threads=threads) for _ in range(6)]
-        await asyncio.gather(*(runner.call("job", job) for runner in runners for _ in range(2)))
-        for runner in runners:
-            runner.close()
-        return most
-
-    assert asyncio.run(play(OneAtATime())) == 1
-    assert asyncio.run(play(None)) > 1
+    lock, threads = OneAtATime() if locked else None, CallThreads()
+    runners = [EnvRunner(OddEnv, timeout=5, lock=lock, own_thread=True, threads=threads) for _ in range(6)]
+    await asyncio.gather(*(runner.call("job", job) for runner in runners for _ in range(2)))
+    for runner in runners:
+        runner.close()
+    assert (max(counts) == 1) == locked
 
 
 async def test_the_wait_for_a_turn_is_no_part_of_the_time_limit():

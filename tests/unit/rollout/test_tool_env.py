@@ -4,20 +4,20 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from roll.agentic.env import make
 from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.columns import Item
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tokenizer
-from roll.rewards.types import RewardResult, Sample
+from roll.data.requests import SamplingParams
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
@@ -27,11 +27,12 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.tool_box import ToolBox, told_tools
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.mcp_http import SCRIPT
+from tests.support.rollouts import RENDERER, TOKENIZER
+from tests.unit.rollout.conftest import Engine, judge
 
-TOKENIZER = make_tokenizer()
-RENDERER = ChatRenderer(TOKENIZER)
 HERE = "tests.unit.rollout.test_tool_env"
 PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51")
+PARAMS = SamplingParams(max_new_tokens=500)
 LIMITS = LengthLimits(prompt_length=2400, sequence_length=2500)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 
@@ -104,44 +105,27 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-class Engine:
-    """Says one text after the other; keeps what it was given."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = list(texts)
-        self.log: list[tuple[list[int], list[int]]] = []
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        ids = np.array([*TOKENIZER.encode(self.texts.pop(0)), TOKENIZER.eos_token_id], dtype=np.int64)
-        self.log.append((request.prompt_ids.tolist(), ids.tolist()))
-        logprobs = np.full(len(ids), -len(self.log), dtype=np.float32)
-        return Completion(request.request_id, ids, logprobs, FinishReason.STOP, np.zeros(len(ids), dtype=np.int64))
-
-
-async def judge(sample: Sample) -> RewardResult:
-    good = f"<answer>{sample.ground_truth}</answer>" in sample.response
-    return RewardResult(float(good), good, sample.response)
-
-
 def play(
     engine: Engine,
     manager: EnvManager | None = None,
     env: AsyncEnv | None = None,
-    renderer: ChatRenderer = RENDERER,
+    *,
+    prompt: Prompt = PROMPT,
+    member: int = 1,
     **keys: Any,
 ) -> Trajectory:
-    config = ToolsConfig(**{"use": TOOLS, **keys})
-    manager = manager or PromptManager(renderer, SamplingParams(max_new_tokens=400), LIMITS)
-    box = ToolBox(config, renderer, CallThreads())
+    """An episode that answers the prompt, if not one in another environment; ``keys``: of the tools' configuration."""
+    manager = manager or PromptManager(engine.renderer, PARAMS, LIMITS)
+    box = ToolBox(ToolsConfig(**{"use": TOOLS, **keys}), engine.renderer, CallThreads())
     generate = engine.generate
     if env is None:
-        env = PromptEnv(PROMPT, judge)
+        env = PromptEnv(prompt, judge)
         generate = env.watch(generate)
 
     async def episode() -> Trajectory:
         partner, watched = await box.equip(env, "sums", generate)
         try:
-            return await manager.run_episode(partner, watched, EPISODE)
+            return await manager.run_episode(partner, watched, replace(EPISODE, member=member))
         finally:
             await box.close()
 
@@ -156,6 +140,7 @@ def results(trajectory: Trajectory) -> list[str]:
 def test_a_call_is_answered_and_the_answer_is_judged():
     engine = Engine(call("calculator", expression="17*3"), "<answer>51</answer>")
     trajectory = play(engine)
+    group = RolloutGroup(5, "sums", (trajectory,))
     assert trajectory.success and trajectory.end == "terminated" and trajectory.score == 1.0
     assert results(trajectory) == ["51"]
     assert [turn.action for turn in trajectory.turns] == ["calculator", "<answer>51</answer>"]
@@ -163,14 +148,14 @@ def test_a_call_is_answered_and_the_answer_is_judged():
     # What was sampled stays as it was, and what the tool said is not learnt from.
     (first, said), (second, _) = engine.log
     assert second[: len(first) + len(said)] == first + said
-    batch = groups_to_batch([RolloutGroup(5, "sums", (trajectory,))], ["sums"])
+    batch = groups_to_batch([group], ["sums"])
     assert batch.num_sequences == 1
     assert batch.tokens_T[batch.loss_mask_T].tolist() == [token for _, ids in engine.log for token in ids]
     assert batch.rollout_logprobs_T is not None
     assert set(batch.rollout_logprobs_T[batch.loss_mask_T].tolist()) == {-1.0, -2.0}
     opening = TOKENIZER.decode(first)
     assert '"name": "calculator"' in opening and "other" not in opening
-    metrics = rollout_metrics([RolloutGroup(5, "sums", (trajectory,))], "train")
+    metrics = rollout_metrics([group], "train")
     assert metrics["train/tool_calls"] == 1.0 and metrics["train/turns"] == 2.0
 
 
@@ -228,9 +213,8 @@ def test_after_the_last_turn_with_calls_the_answer_counts_and_a_cut_episode_is_s
     trajectory = play(Engine(*[call("calculator", expression="1")] * 3), max_turns=2)
     assert len(trajectory.turns) == 3 and trajectory.end == "terminated" and not trajectory.success
     assert trajectory.info["tool_calls"] == 2
-    params, limits = SamplingParams(max_new_tokens=400), LengthLimits(prompt_length=2000, sequence_length=1800)
-    engine = Engine(call("tell", what="y" * 300))
-    trajectory = play(engine, PromptManager(RENDERER, params, limits))
+    limits = LengthLimits(prompt_length=2000, sequence_length=1800)
+    trajectory = play(Engine(call("tell", what="y" * 300)), PromptManager(RENDERER, PARAMS, limits))
     assert (trajectory.end, len(trajectory.turns)) == (EpisodeEnd.CONTEXT_FULL, 1)
     assert (trajectory.info["prompt_id"], trajectory.info["ground_truth"]) == ("p1", "51")
 
@@ -255,9 +239,9 @@ def test_a_tool_cannot_speak_for_the_policy():
     assert "<|im_end|>" in results(trajectory)[0]
 
 
-def test_nothing_leaks_from_an_episode_to_the_next():
-    box = ToolBox(ToolsConfig(use={"flaky": {"tool": f"{HERE}:Flaky", "retries": 1}}), RENDERER, CallThreads())
-    manager = PromptManager(RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
+async def test_nothing_leaks_from_an_episode_to_the_next():
+    box = ToolBox(ToolsConfig(use={"flaky": TOOLS["flaky"]}), RENDERER, CallThreads())
+    manager = PromptManager(RENDERER, PARAMS, LIMITS)
 
     async def episode() -> list[str]:
         env = PromptEnv(PROMPT, judge)
@@ -265,17 +249,12 @@ def test_nothing_leaks_from_an_episode_to_the_next():
         partner, generate = await box.equip(env, "sums", env.watch(engine.generate))
         return results(await manager.run_episode(partner, generate, EPISODE))
 
-    async def both() -> list[list[str]]:
-        return await asyncio.gather(episode(), episode())
-
-    assert asyncio.run(both()) == [["call 2", "call 3"], ["call 2", "call 3"]]
+    assert await asyncio.gather(episode(), episode()) == [["call 2", "call 3"], ["call 2", "call 3"]]
 
 
 def test_an_environment_goes_on_where_nothing_is_called():
-    from roll.agentic.env import make
-
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
-    manager = TrajEnvManager(config, RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
+    manager = TrajEnvManager(config, RENDERER, PARAMS, LIMITS)
     runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
     engine = Engine(call("calculator", expression="1+1"), "<answer>Down</answer>", "<answer>Up</answer>")
     trajectory = play(engine, manager, runner)
@@ -306,9 +285,8 @@ SERVER = {"use": {}, "servers": {"sums": {"command": [sys.executable, str(SCRIPT
 def test_pictures_that_tools_return_are_shown_to_a_policy_that_sees(keys, sees):
     if keys is SERVER:
         pytest.importorskip("mcp", reason="mcp is not installed")
-    engine = Engine(call("draw", grey=7), call("draw", grey="x"), "<answer>51</answer>")
-    manager = PromptManager(sees, SamplingParams(max_new_tokens=400), LIMITS)
-    trajectory = play(engine, manager, renderer=sees, pictures=True, **keys)
+    engine = Engine(call("draw", grey=7), call("draw", grey="x"), "<answer>51</answer>", renderer=sees)
+    trajectory = play(engine, pictures=True, **keys)
     item = Item(np.full((16, 16, 3), 7, np.uint8))
     assert trajectory.success and [turn.items for turn in trajectory.turns] == [(), (item,), (item,)]
     shown, failed = results(trajectory)
