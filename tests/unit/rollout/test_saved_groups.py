@@ -1,7 +1,6 @@
 """Groups that a checkpoint or a run has kept: equal in every field, recorded by versions, and taken for played ones."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.schedule import Schedule, step_record
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
+from tests.support.lines import read_lines, write_lines
 from tests.support.rollouts import RENDERER, assert_equal, group_of, make_trajectory, make_turn, sampled
 
 LIMITS = LengthLimits(prompt_length=200, sequence_length=400)
@@ -86,11 +86,8 @@ async def prompt_episode(generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
 
 
 Play = Callable[[GenerateFn, EpisodeSpec], Awaitable[Trajectory]]
-PLAYS: dict[str, Play] = {
-    "step": partial(environment_episode, "step"),
-    "traj": partial(environment_episode, "traj"),
-    "prompt": prompt_episode,
-}
+PLAYS: dict[str, Play] = {mode: partial(environment_episode, mode) for mode in ("step", "traj")}
+PLAYS["prompt"] = prompt_episode
 
 
 def group(play: Play, number: int, *, record: bool) -> RolloutGroup:
@@ -132,8 +129,7 @@ def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path
     taken = replace(played, trajectories=(sampled(2, 2, 3),), baseline=replace(sampled(0), member=-1))
     settled = RolloutGroup(3, "A", (sampled(1, 2), replace(sampled(), member=1)))
     record = step_record(Admission(1, 2, 3, step=7), Collected([taken], [settled]))
-    path = tmp_path / "schedule.jsonl"
-    path.write_text(json.dumps(record) + "\n")
+    path = write_lines(tmp_path / "schedule.jsonl", [record])
     schedule = Schedule.read(path)
     assert schedule.limits == {(1, 2, 3)} and schedule.steps.keys() == {7}
     assert (schedule.steps[7].taken, schedule.steps[7].settled) == ({1}, {3})
@@ -141,7 +137,7 @@ def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path
     assert [schedule.num_tokens(version) for version in range(5)] == [1, 1, 3, 1, 0]
     assert (schedule.first_version, schedule.without({1}).first_version) == (0, 1)
     assert schedule.without({1, 3}).first_version is None
-    path.write_text('{"step": 1}\n')
+    write_lines(path, [{"step": 1}])
     with pytest.raises(ValueError, match=r"line 1 is not one of a schedule.jsonl \(KeyError\('groups'\)\)"):
         Schedule.read(path)
 
@@ -159,8 +155,7 @@ def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path):
     steps = {1: Collected([numbered(0), numbered(2)], [numbered(1)]), 2: Collected([numbered(3), numbered(4)], [])}
     for step, collected in steps.items():
         write_rollouts(str(tmp_path), step, collected)
-    lines = (tmp_path / "step-00001" / "episodes.jsonl").read_text().splitlines()
-    read = [json.loads(line) for line in lines]
+    read = read_lines(tmp_path / "step-00001" / "episodes.jsonl")
     assert [(each["group_id"], each["trained"]) for each in read] == [(0, True), (2, True), (1, False)]
 
     admission, player = Admission(2), scheduler()

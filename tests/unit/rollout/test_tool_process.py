@@ -16,15 +16,13 @@ import pytest
 
 from roll.agentic.tools.tool import AssistantTurn, ToolCall
 from roll.configs.tools import ToolsConfig
-from roll.data.renderer import ChatRenderer
-from roll.models.tiny import make_tokenizer
 from roll.rollout import tool_process
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.tool_box import Answers, ToolBox
+from tests.support.rollouts import RENDERER
 
 SUPPORT = "tests.support.acting_tool"
-RENDERER = ChatRenderer(make_tokenizer())
-TOOLS = {"act": "act", "wait": "wait", "remember": "Remembering"}
+IN_PROCESSES = {"act": "act", "wait": "wait", "remember": "Remembering"}
 
 
 class Box:
@@ -33,13 +31,13 @@ class Box:
     def __init__(self, **keys: Any) -> None:
         limits = {key: keys.pop(key) for key in ("max_tool_response_tokens", "max_parallel_calls") if key in keys}
         entry = {"isolation": "process", "timeout": 30, "memory_mb": 256, **keys}
-        use = {name: {"tool": f"{SUPPORT}:{target}", **entry} for name, target in TOOLS.items()}
+        use = {name: {"tool": f"{SUPPORT}:{target}", **entry} for name, target in IN_PROCESSES.items()}
         self.box = ToolBox(ToolsConfig(use=use, **limits), RENDERER, CallThreads())
 
     async def calls(self, name: str, *calls: dict[str, Any], states: dict[str, Any] | None = None) -> Answers:
         await self.box.schemas("sums")
         turn = AssistantTurn("", tuple(ToolCall(f"call0000{n}", name, each) for n, each in enumerate(calls)))
-        return await self.box.answer(turn, list(TOOLS), {} if states is None else states)
+        return await self.box.answer(turn, list(IN_PROCESSES), {} if states is None else states)
 
     async def call(self, name: str, states: dict[str, Any] | None = None, **arguments: Any) -> tuple[str, Counter[str]]:
         answers = await self.calls(name, arguments, states=states)
@@ -85,26 +83,20 @@ ANSWERED = {
 }
 
 
-def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_works(tmp_path):
-    async def play() -> dict[str, tuple[str, Counter[str]]]:
-        async with opened(processes=1) as box:
-            return {what: await box.call("act", what=what, path=str(tmp_path / what)) for what in (*FAILED, *ANSWERED)}
-
-    found = asyncio.run(play())
+async def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_works(tmp_path):
+    async with opened(processes=1) as box:
+        found = {what: await box.call("act", what=what, path=str(tmp_path / what)) for what in (*FAILED, *ANSWERED)}
     assert {what: text for what, (text, _) in found.items()} == FAILED | ANSWERED
     for what, (_, counts) in found.items():
         assert counts == ({"tool_calls": 1, "failed_calls": 1} if what in FAILED else {"tool_calls": 1})
     assert are_gone([int(pid) for pid in (tmp_path / "fork").read_text().split()])
 
 
-def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
-    async def play() -> tuple[Any, ...]:
-        async with opened(timeout=1.0, processes=1) as box:
-            hung = await box.call("act", what="hang", path=str(tmp_path / "pids"))
-            gone = are_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
-            return hung, gone, await box.call("wait", seconds=600), await box.call("act", what="count")
-
-    hung, gone, waited, counted = asyncio.run(play())
+async def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
+    async with opened(timeout=1.0, processes=1) as box:
+        hung = await box.call("act", what="hang", path=str(tmp_path / "pids"))
+        gone = are_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+        waited, counted = await box.call("wait", seconds=600), await box.call("act", what="count")
     late = {"tool_calls": 1, "failed_calls": 1, "call_timeouts": 1}
     assert hung == ("error: act took longer than 1 s", late) and gone
     assert waited == ("error: wait took longer than 1 s", late)

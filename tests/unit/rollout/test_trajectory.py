@@ -169,7 +169,12 @@ def test_metrics_are_means_over_episodes_and_turns():
     won = make_trajectory([make_turn([1, 2], [3], 0.0), make_turn([1], [3, 4], 1.0)], history=False, tag="A")
     lost = make_trajectory([make_turn([1, 2, 3], [3], -1.0, -0.5)], history=False, tag="B")
     groups = [group_of(won, dropped=1, errors=("x", "y")), group_of(lost, number=1)]
-    assert rollout_metrics(groups, "rollout") == {
+    tags = {
+        "A": {"episodes": 1, "success": 1.0, "reward": 1.0, "turns": 2.0, "cut_off": 0.0, "valid_rate": 1.0},
+        "B": {"episodes": 1, "success": 0.0, "reward": -1.5, "turns": 1.0, "cut_off": 0.0, "valid_rate": 0.0},
+    }
+    expected = {f"rollout/{tag}/{name}": value for tag, figures in tags.items() for name, value in figures.items()}
+    expected |= {
         "rollout/episodes": 2,
         "rollout/dropped": 1,
         "rollout/env_errors": 2,
@@ -184,25 +189,11 @@ def test_metrics_are_means_over_episodes_and_turns():
         "rollout/context_full": 0.0,
         "rollout/cut_off": 0.0,
         "rollout/repetition": 0.0,
-        "rollout/A/episodes": 1,
-        "rollout/A/success": 1.0,
-        "rollout/A/reward": 1.0,
-        "rollout/A/turns": 2.0,
-        "rollout/A/cut_off": 0.0,
-        "rollout/A/valid_rate": 1.0,
-        "rollout/B/episodes": 1,
-        "rollout/B/success": 0.0,
-        "rollout/B/reward": -1.5,
-        "rollout/B/turns": 1.0,
-        "rollout/B/cut_off": 0.0,
-        "rollout/B/valid_rate": 0.0,
     }
+    assert rollout_metrics(groups, "rollout") == expected
     assert "rollout/A/success" not in rollout_metrics(groups[:1], "rollout")
-    assert rollout_metrics([RolloutGroup(0, "A", (), dropped=2)], "val") == {
-        "val/episodes": 0,
-        "val/dropped": 2,
-        "val/env_errors": 0,
-    }
+    nothing = rollout_metrics([RolloutGroup(0, "A", (), dropped=2)], "val")
+    assert nothing == {"val/episodes": 0, "val/dropped": 2, "val/env_errors": 0}
 
 
 PLAIN = make_trajectory([make_turn([1], [2, 3])])
