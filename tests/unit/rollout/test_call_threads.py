@@ -99,12 +99,13 @@ async def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy():
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same():
+async def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same():
     """What is raised in a thread comes at any time, also when the call is over by then."""
     closed: list[int] = []
-    limit = 1.5 * PATIENCE_S
+    given_up: list[bool] = []
+    threads, limit = CallThreads(), 1.5 * PATIENCE_S
 
-    async def play(threads: CallThreads, number: int) -> bool:
+    async def play(number: int) -> bool:
         box = threads.mailbox(own_thread=number % 2 == 0)
         try:
             await box.run("step", lambda: time.sleep(limit + (number % 20 - 10) / 10_000), limit)
@@ -114,13 +115,8 @@ def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same
             box.close(lambda: closed.append(number))
         return False
 
-    async def rounds() -> list[bool]:
-        threads, given_up = CallThreads(), []
-        for first in range(0, 1000, 40):
-            given_up += await asyncio.gather(*(play(threads, first + number) for number in range(40)))
-        return given_up
-
-    given_up = asyncio.run(rounds())
+    for first in range(0, 1000, 40):
+        given_up += await asyncio.gather(*(play(first + number) for number in range(40)))
     assert any(given_up)
     wait_until(lambda: len(closed) == len(given_up))
 

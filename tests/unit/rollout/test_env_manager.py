@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +17,9 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.demo.scripted_play import ScriptedPlay
-from roll.rollout.env_manager import (
-    ENV_MANAGERS,
-    EnvManager,
-    EpisodeAbortedError,
-    EpisodeSpec,
-    LengthLimits,
-    TrajEnvManager,
-)
+from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeAbortedError, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner, checked_frame
 from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
-from roll.rollout.plans import GroupPlan
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from tests.support.rollouts import RENDERER, TOKENIZER
 from tests.support.steps import usual_step
@@ -76,20 +69,18 @@ class BareEnv(TextEnv):
         return "next", 0.5, False, False, {"board": np.zeros(3), "depth": 2, "level": "cave"}
 
 
-def manager(mode: str, limits: LengthLimits = ROOMY, params: SamplingParams = PLAIN, **config: Any) -> EnvManager:
-    tag = CustomEnvConfig(env_type="echo", env_manager_cls=mode, **config)
-    return ENV_MANAGERS.get(mode)(tag, RENDERER, params, limits)
+def manager(mode: str, limits: LengthLimits = ROOMY, params: SamplingParams = PLAIN, **keys: Any) -> EnvManager:
+    renderer = keys.pop("renderer", RENDERER)
+    tag = CustomEnvConfig(env_type="echo", env_manager_cls=mode, **keys)
+    return ENV_MANAGERS.get(mode)(tag, renderer, params, limits)
 
 
 def play(
     manager: EnvManager, engine: Engine, spec: EpisodeSpec = SPEC, make_env: Callable[[], TextEnv] = EchoEnv
 ) -> Trajectory:
     async def episode() -> Trajectory:
-        runner = EnvRunner(make_env, timeout=5)
-        try:
+        with closing(EnvRunner(make_env, timeout=5)) as runner:
             return await manager.run_episode(runner, engine.generate, spec)
-        finally:
-            runner.close()
 
     return asyncio.run(episode())
 
@@ -102,11 +93,9 @@ def test_step_mode_shows_each_turn_afresh():
     trajectory = play(manager("step", max_steps=3), Engine("a", "b", "c"))
     head = "<|im_start|>system\nRepeat after me.<|im_end|>\n<|im_start|>user\n"
     tail = "<|im_end|>\n<|im_start|>assistant\n"
-    assert [shown(turn) for turn in trajectory.turns] == [
-        f"{head}{observation}{tail}" for observation in ("seed 9", "a 1", "b 2")
-    ]
-    assert not trajectory.history
-    assert [turn.observation for turn in trajectory.turns] == ["seed 9", "a 1", "b 2"]
+    observations = ["seed 9", "a 1", "b 2"]
+    assert [shown(turn) for turn in trajectory.turns] == [f"{head}{each}{tail}" for each in observations]
+    assert [turn.observation for turn in trajectory.turns] == observations and not trajectory.history
     assert trajectory.final_observation == "c 3"
 
 
@@ -149,8 +138,7 @@ def test_a_turn_keeps_what_happened_in_it():
 def test_how_an_episode_ends(last, end, success):
     trajectory = play(manager("step", max_steps=2), Engine("a", last))
     assert (len(trajectory.turns), trajectory.end, trajectory.success) == (2, end, success)
-    assert trajectory.info["state_key"] == "after 2"
-    assert "env_instruction" not in trajectory.info
+    assert trajectory.info["state_key"] == "after 2" and "env_instruction" not in trajectory.info
 
 
 def test_an_episode_stops_when_the_next_prompt_leaves_no_room():
@@ -164,9 +152,7 @@ def test_an_episode_stops_when_the_next_prompt_leaves_no_room():
     config: dict[str, Any] = {"max_steps": 6, "agent_template": "{observation}{observation}"}
     first = len(play(manager("step", **config), Engine("a")).turns[0].prompt_ids)
     trajectory = play(manager("step", LengthLimits(4000, first + 10), **config), Engine("x" * 20))
-    assert len(trajectory.turns) == 1
-    assert trajectory.turns[0].text == "x" * 10
-    assert trajectory.end is EpisodeEnd.CONTEXT_FULL
+    assert [turn.text for turn in trajectory.turns] == ["x" * 10] and trajectory.end is EpisodeEnd.CONTEXT_FULL
 
 
 @MODES
@@ -190,12 +176,9 @@ def test_a_first_prompt_that_cannot_fit_is_an_error(mode):
     ],
 )
 def test_step_mode_repeats_the_last_turns_in_words(history_length, expected):
-    config: dict[str, Any] = {
-        "history_length": history_length,
-        "agent_system_template": "",
-        "agent_template": "{history}",
-    }
-    trajectory = play(manager("step", max_steps=4, **config), Engine("a", "b", "c", "d"))
+    templates = {"agent_system_template": "", "agent_template": "{history}"}
+    shows = manager("step", max_steps=4, history_length=history_length, **templates)
+    trajectory = play(shows, Engine("a", "b", "c", "d"))
     opened = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert [shown(turn) for turn in trajectory.turns] == [opened.format(text) for text in expected]
 
@@ -287,40 +270,31 @@ def test_pictures_come_as_arrays_images_or_text(view, shown):
     assert (Image.open(io.BytesIO(frame)).size if isinstance(frame, bytes) else frame) == shown
 
 
-def test_a_plan_records_the_first_groups_alone():
-    plan = GroupPlan(("Echo",), (2,), group_size=3, redundancy=0, seed=0, name="val", num_recorded=2)
-    assert [plan.spec(n).record for n in range(4)] == [True, True, False, False]
-    assert not GroupPlan(("Echo",), (2,), 3, 0, 0, "train").spec(0).record
+def asked(mode: str = "step", sampling_seed: int = 77, **keys: Any) -> list[SamplingParams]:
+    """What the requests of an episode ask for; ``keys``: of the manager."""
+    engine = Engine("a", "b", "c")
+    play(manager(mode, **keys), engine, replace(SPEC, sampling_seed=sampling_seed))
+    return [request.params for request in engine.requests]
 
 
 def test_requests_carry_the_sampling_of_the_tag_and_ids_of_their_own():
     params = SamplingParams(max_new_tokens=50, temperature=0.7, top_p=0.9, top_k=5, stop=("!",))
-    engine = Engine("a")
-    play(manager("step", params=params, max_steps=2), engine)
-    assert replace(engine.requests[0].params, seed=None) == params
+    assert [replace(each, seed=None) for each in asked(params=params, max_steps=2)] == [params] * 2
     for tokens, expected in ((8, 8), (80, 50)):
-        engine = Engine("a")
-        play(manager("step", params=params, max_tokens_per_step=tokens, max_steps=1), engine)
-        assert engine.requests[0].params.max_new_tokens == expected
+        (only,) = asked(params=params, max_tokens_per_step=tokens, max_steps=1)
+        assert only.max_new_tokens == expected
     engine = Engine("a")
-    params = SamplingParams(temperature=0.7)
-    play(manager("step", params=params, max_steps=1), engine, EpisodeSpec("Echo", 0, 0, 9, 77, greedy=True))
+    play(manager("step", params=params, max_steps=1), engine, replace(SPEC, greedy=True))
     assert engine.requests[0].params.temperature == 0.0
     engine = Engine("a")
     for member in range(2):
-        play(manager("step", max_steps=2), engine, EpisodeSpec("Echo", 4, member, 9, member))
+        play(manager("step", max_steps=2), engine, replace(SPEC, member=member))
     assert len({request.request_id for request in engine.requests}) == 4
 
 
 def test_seeds_differ_between_turns_and_members_and_repeat_themselves():
-    def seeds(sampling_seed: int) -> list[int | None]:
-        engine = Engine("a", "b", "c")
-        play(manager("traj", max_steps=3), engine, EpisodeSpec("Echo", 0, 0, 9, sampling_seed))
-        return [request.params.seed for request in engine.requests]
-
-    one, two = seeds(1), seeds(2)
-    assert len({*one, *two}) == 6
-    assert seeds(1) == one
+    one, two, again = ([params.seed for params in asked("traj", seed, max_steps=3)] for seed in (1, 2, 1))
+    assert len({*one, *two}) == 6 and one == again
 
 
 class Aborting(Engine):
@@ -330,17 +304,18 @@ class Aborting(Engine):
         return replace(await super().generate(request), finish_reason=FinishReason.ABORT)
 
 
-def test_an_aborted_request_a_crash_and_a_refusing_template_end_the_episode():
+def test_an_aborted_request_a_crash_a_refusing_template_and_tools_that_are_none_end_the_episode():
     with pytest.raises(EpisodeAbortedError, match="request Echo-4-1-0 was aborted"):
         play(manager("step"), Aborting("a"))
     with pytest.raises(EnvCrashError, match="environment step raised ZeroDivisionError"):
         play(manager("step"), Engine("a", "crash"))
+    with pytest.raises(EnvError, match="the chat template cannot render the conversation"):
+        play(manager("traj"), Engine("a"), make_env=lambda: EchoEnv(tools=3))
     fussy = "{% if messages[-1].content == 'b 1' %}{{ raise_exception('no b') }}{% endif %}"
     each = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    tag = CustomEnvConfig(env_type="echo", env_manager_cls="traj")
     renderer = ChatRenderer(TOKENIZER, f"{fussy}{each}<|im_start|>assistant\n")
     with pytest.raises(EnvError, match="the chat template cannot render the conversation: TemplateError: no b"):
-        play(TrajEnvManager(tag, renderer, PLAIN, ROOMY), Engine("b"))
+        play(manager("traj", renderer=renderer), Engine("b"))
 
 
 @MODES
@@ -350,29 +325,19 @@ def test_an_environment_that_counts_turns_with_tools_has_no_more_of_them(mode):
     assert len(play(manager(mode, max_steps=2), Engine("a"), make_env=lambda: EchoEnv(tool_turns="-")).turns) == 2
 
 
-def test_tools_that_are_none_are_a_failure_of_the_episode():
-    with pytest.raises(EnvError, match="the chat template cannot render the conversation"):
-        play(manager("traj"), Engine("a"), make_env=lambda: EchoEnv(tools=3))
-
-
 @MODES
-def test_equal_specs_give_equal_episodes_in_a_real_environment(mode):
+async def test_equal_specs_give_equal_episodes_in_a_real_environment(mode):
     """Sokoban, played by the script that makes the demonstrations."""
     environment = {"min_solution": 3, "max_solution": 8, "max_steps": 8}
 
     async def episode(expert_share: float) -> Trajectory:
-        runner = EnvRunner(lambda: make("sokoban", **environment), timeout=5)
-        try:
+        with closing(EnvRunner(lambda: make("sokoban", **environment), timeout=5)) as runner:
             policy = ScriptedPlay(expert_share)(runner, RENDERER)
             return await manager(mode, max_steps=8).run_episode(runner, policy, SPEC)
-        finally:
-            runner.close()
 
-    first, second = (asyncio.run(episode(0.5)) for _ in range(2))
+    first, second, expert = await episode(0.5), await episode(0.5), await episode(1.0)
     assert [turn.text for turn in first.turns] == [turn.text for turn in second.turns]
     assert [turn.prompt_ids.tolist() for turn in first.turns] == [turn.prompt_ids.tolist() for turn in second.turns]
     assert all(turn.action is not None for turn in first.turns)
-    expert = asyncio.run(episode(1.0))
-    assert expert.success
-    assert expert.end is EpisodeEnd.TERMINATED
+    assert expert.success and expert.end is EpisodeEnd.TERMINATED
     assert all(len(turn.completion.token_ids) == 4 for turn in expert.turns)

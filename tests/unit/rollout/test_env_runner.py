@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,6 @@ class OddEnv(TextEnv):
         self.threads.append(threading.get_ident())
         if action == "hang":
             self.gate.wait(30)
-        if action == "short":
-            return "one", 0.0  # type: ignore[return-value]
         if action in ERRORS:
             raise ERRORS[action]
         return usual_step(action, action, action, task_reward=1.0, penalty=-0.25, truncated=True)
@@ -109,12 +108,11 @@ async def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matter
 @pytest.mark.parametrize("options", [{}, {"own_thread": True}, {"instant": True}], ids=["shared", "own", "instant"])
 @pytest.mark.parametrize("name", sorted(ERRORS))
 async def test_whatever_a_step_raises_is_a_crash_that_says_so(name, options):
-    runner = EnvRunner(OddEnv, timeout=5, **options)
-    await runner.reset(0)
-    with pytest.raises(EnvCrashError) as caught:
-        await runner.step(name)
-    assert (await runner.step("left"))[0] == "left"  # the thread lives on
-    runner.close()
+    with closing(EnvRunner(OddEnv, timeout=5, **options)) as runner:
+        await runner.reset(0)
+        with pytest.raises(EnvCrashError) as caught:
+            await runner.step(name)
+        assert (await runner.step("left"))[0] == "left"  # the thread lives on
     assert str(caught.value).startswith("environment step raised ") and caught.value.__cause__ is not None
     assert type(ERRORS[name]).__name__ in str(caught.value)
 
@@ -124,12 +122,11 @@ async def test_an_instant_environment_plays_in_the_callers_thread_and_lets_other
 
     async def play(name: str) -> OddEnv:
         env = OddEnv()
-        runner = EnvRunner(lambda: env, timeout=5, instant=True)
-        await runner.reset(0)
-        for _ in range(3):
-            await runner.step("left")
-            order.append(name)
-        runner.close()
+        with closing(EnvRunner(lambda: env, timeout=5, instant=True)) as runner:
+            await runner.reset(0)
+            for _ in range(3):
+                await runner.step("left")
+                order.append(name)
         return env
 
     for env in await asyncio.gather(play("a"), play("b")):
@@ -146,20 +143,14 @@ def test_a_class_says_that_it_is_instant_or_wants_a_thread_of_its_own():
     assert envs.wants_own_thread(f"{__name__}:ThreadBound")
 
 
-async def test_a_step_of_the_wrong_form_and_a_failed_construction_are_named():
-    runner = EnvRunner(OddEnv, timeout=5)
-    with pytest.raises(EnvProtocolError, match=r"OddEnv.step returned \('one', 0.0\) \(tuple\), expected \(obs"):
-        await runner.step("short")
-    runner.close()
-
+async def test_a_failed_construction_is_named():
     def make() -> OddEnv:
         raise FileNotFoundError("levels.txt")
 
-    runner = EnvRunner(make, timeout=5)
-    for _ in range(2):  # the second call tries again
-        with pytest.raises(EnvCrashError, match=r"environment reset raised FileNotFoundError: levels.txt"):
-            await runner.reset(0)
-    runner.close()
+    with closing(EnvRunner(make, timeout=5)) as runner:
+        for _ in range(2):  # the second call tries again
+            with pytest.raises(EnvCrashError, match=r"environment reset raised FileNotFoundError: levels.txt"):
+                await runner.reset(0)
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
@@ -181,7 +172,7 @@ async def test_a_hung_environment_is_given_up_and_delays_no_other(gate, own_thre
     assert spent < 1.0
 
 
-def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate):
+def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate, monkeypatch):
     failures: list[threading.ExceptHookArgs] = []
     env = OddEnv(gate)
 
@@ -191,25 +182,20 @@ def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate):
             await runner.step("hang")
         return runner
 
-    hook, threading.excepthook = threading.excepthook, failures.append
-    try:
-        runner = asyncio.run(play())
-        runner.close()
-        gate.set()
-        wait_until(lambda: env.closed)
-    finally:
-        threading.excepthook = hook
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    asyncio.run(play()).close()
+    gate.set()
+    wait_until(lambda: env.closed)
     assert failures == []
 
 
 async def test_cancelling_the_caller_is_no_failure_of_the_environment(gate):
-    runner = EnvRunner(lambda: OddEnv(gate), timeout=5)
-    hanging = asyncio.create_task(runner.step("hang"))
-    await asyncio.sleep(0.05)
-    hanging.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await hanging
-    runner.close()
+    with closing(EnvRunner(lambda: OddEnv(gate), timeout=5)) as runner:
+        hanging = asyncio.create_task(runner.step("hang"))
+        await asyncio.sleep(0.05)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
 
 
 @pytest.mark.parametrize("locked", [True, False])
@@ -244,13 +230,11 @@ async def test_a_hung_environment_keeps_others_out_as_long_as_it_is_inside(gate)
     hung = EnvRunner(lambda: OddEnv(gate), timeout=0.1, lock=lock, threads=threads)
     other = EnvRunner(OddEnv, timeout=0.1, lock=lock, threads=threads)
     for runner in (hung, other):
-        with pytest.raises(EnvTimeoutError):
+        with closing(runner), pytest.raises(EnvTimeoutError):
             await runner.step("hang")
-        runner.close()
     gate.set()
-    third = EnvRunner(OddEnv, timeout=5, lock=lock, threads=threads)
-    assert (await third.step("left"))[0] == "left"
-    third.close()
+    with closing(EnvRunner(OddEnv, timeout=5, lock=lock, threads=threads)) as third:
+        assert (await third.step("left"))[0] == "left"
 
 
 @pytest.mark.parametrize("error", [OSError("the door is stuck"), SystemExit(3), asyncio.CancelledError()])
@@ -261,13 +245,9 @@ async def test_what_fails_while_an_instant_environment_is_closed_is_told_in_the_
         def close(self) -> None:
             raise error
 
-    with pytest.raises(EnvCrashError, match="by nought"):
-        runner = EnvRunner(Stuck, timeout=5, instant=True)
-        try:
-            await runner.reset(7)
-            await runner.step("crash")
-        finally:
-            runner.close()
+    with pytest.raises(EnvCrashError, match="by nought"), closing(EnvRunner(Stuck, 5, instant=True)) as runner:
+        await runner.reset(7)
+        await runner.step("crash")
     assert f"environment close raised {type(error).__name__}" in caplog.text
 
 
@@ -307,7 +287,7 @@ class Maze(TextEnv):
 
     Args:
         reset: what to return from ``reset`` in place of the observation and the info.
-        step: what to return from ``step``, field by field.
+        step: what to return from ``step``, field by field, or as a whole.
         info: entries that replace those of the info.
         error: what ``step`` raises.
     """
@@ -322,6 +302,8 @@ class Maze(TextEnv):
         _, step, info, error = self.answers
         if error is not None:
             raise error
+        if isinstance(step, tuple):
+            return step  # type: ignore[return-value]
         fields = FINE | {"info": FINE["info"] | (info or {})} | (step or {})
         return tuple(fields.values())  # type: ignore[return-value]
 
@@ -332,6 +314,7 @@ REPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "observation bytes": ({"step": {"observation": b"ab"}}, "observation b'ab' (bytes), expected text"),
     "surrogates": ({"step": {"observation": SURROGATE}}, r"'left \ud800 right' (str), expected text without lone"),
     "too long": ({"step": {"observation": "x" * (MAX_TEXT + 1)}}, "observation of 4,000,001 bytes, expected at most"),
+    "step of two": ({"step": ("one", 0.0)}, "Maze.step returned ('one', 0.0) (tuple), expected (observation, reward, "),
     "reset None": ({"reset": (None, {})}, "Maze.reset returned observation None (NoneType), expected text"),
     "reset alone": ({"reset": "start"}, "Maze.reset returned 'start' (str), expected (observation, info)"),
     "info None": ({"step": {"info": None}}, "Maze.step returned info None (NoneType), expected a dictionary"),
@@ -485,11 +468,7 @@ def test_whatever_is_answered_the_group_is_counted_and_can_be_shown(step, key, v
 
 def test_a_probe_finds_environments_that_never_start_before_any_setup():
     """One reset of each tag, with the retries that an episode has too."""
-    mazes = {
-        "Fine": maze(),
-        "Mute": maze(reset=(None, {})),
-        "Missing": CustomEnvConfig(env_type=f"{__name__}:Maze", env_config={"no_such_key": 1}),
-    }
+    mazes = {"Fine": maze(), "Mute": maze(reset=(None, {})), "Missing": maze(no_such_key=1)}
     worker = EnvironmentWorker("envs", 0, 1, {})
     probed = asyncio.run(worker.probe(mazes, retries=1, seed=3))
     problems = [each.problem for each in probed if each.problem]

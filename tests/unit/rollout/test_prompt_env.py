@@ -324,9 +324,7 @@ def test_conversations_are_played_in_groups_too_and_failures_of_users_counted(to
 
 @pytest.fixture
 def pictures(tmp_path) -> Pictures:
-    found = Pictures.of(make_processor(tmp_path / "model"))
-    assert found is not None
-    return found
+    return Pictures(make_processor(tmp_path / "model"))
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (56, 84, 3), np.uint8)
@@ -340,7 +338,7 @@ def plan_with_a_picture(file: Path) -> PromptPlan:
     return PromptPlan(PromptSampler([prompt], seed=3), group_size=3, num_slots=8, seed=3, sampling="train")
 
 
-def test_a_worker_decodes_the_pictures_of_few_prompts_at_a_time(tmp_path, monkeypatch, pictures):
+async def test_a_worker_decodes_the_pictures_of_few_prompts_at_a_time(tmp_path, monkeypatch, pictures):
     worker = prompt_worker(str(tmp_path / "model"), Engine("2"), Scorer(), pictures=pictures)
     plan, now, seen = plan_with_a_picture(tmp_path / "a.png"), [], []
 
@@ -351,11 +349,8 @@ def test_a_worker_decodes_the_pictures_of_few_prompts_at_a_time(tmp_path, monkey
         now.pop()
         return with_items(messages, pictures)
 
-    async def run() -> None:
-        await asyncio.gather(*(worker.run_group(plan.spec(number)) for number in range(12)))
-
     monkeypatch.setattr("roll.rollout.prompt_worker.with_items", slow)
-    asyncio.run(run())
+    await asyncio.gather(*(worker.run_group(plan.spec(number)) for number in range(12)))
     assert len(seen) == 12 and max(seen) <= 4
 
 
@@ -380,8 +375,8 @@ def test_pictures_are_decoded_once_for_a_group_and_travel_once(tmp_path, picture
 def test_a_draw_decides_prompt_and_seed_and_later_epochs_have_other_seeds():
     prompts = [replace(PROMPT, id=f"p{n}") for n in range(5)]
     plan = PromptPlan(PromptSampler(prompts, seed=3), group_size=4, num_slots=8, seed=3, sampling="train")
-    specs = [plan.spec(n) for n in range(10)]
-    assert specs == [plan.spec(n) for n in range(10)]
+    specs, again = ([plan.spec(n) for n in range(10)] for _ in range(2))
+    assert specs == again
     assert sorted(spec.prompt.id for spec in specs[:5]) == sorted(spec.prompt.id for spec in specs[5:])
     assert len({spec.env_seed for spec in specs}) == 10
     held_out = replace(plan, sampling="val").spec(0)

@@ -1,7 +1,6 @@
 """Episodes with tools: what is called, answered, cut, counted and learnt from, also in processes of their own."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -9,7 +8,6 @@ import select
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,6 +326,12 @@ class Box:
         use = {name: {"tool": f"{SUPPORT}:{target}", **entry} for name, target in IN_PROCESSES.items()}
         self.box = ToolBox(ToolsConfig(use=use, **limits), RENDERER, CallThreads())
 
+    async def __aenter__(self) -> "Box":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.box.close()
+
     async def calls(self, name: str, *calls: dict[str, Any], states: dict[str, Any] | None = None) -> Answers:
         await self.box.schemas("sums")
         turn = AssistantTurn("", tuple(ToolCall(f"call0000{n}", name, each) for n, each in enumerate(calls)))
@@ -336,15 +340,6 @@ class Box:
     async def call(self, name: str, states: dict[str, Any] | None = None, **arguments: Any) -> tuple[str, Counter[str]]:
         answers = await self.calls(name, arguments, states=states)
         return answers.messages[0]["content"], +answers.counts
-
-
-@contextlib.asynccontextmanager
-async def opened(**keys: Any) -> AsyncIterator[Box]:
-    box = Box(**keys)
-    try:
-        yield box
-    finally:
-        await box.box.close()
 
 
 def are_gone(pids: list[int], seconds: float = 10.0) -> bool:
@@ -378,7 +373,7 @@ ANSWERED = {
 
 
 async def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_works(tmp_path):
-    async with opened(processes=1) as box:
+    async with Box(processes=1) as box:
         found = {what: await box.call("act", what=what, path=str(tmp_path / what)) for what in (*FAILED, *ANSWERED)}
     assert {what: text for what, (text, _) in found.items()} == FAILED | ANSWERED
     for what, (_, counts) in found.items():
@@ -387,7 +382,7 @@ async def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_wor
 
 
 async def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
-    async with opened(timeout=1.0, processes=1) as box:
+    async with Box(timeout=1.0, processes=1) as box:
         hung = await box.call("act", what="hang", path=str(tmp_path / "pids"))
         gone = are_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
         waited, counted = await box.call("wait", seconds=600), await box.call("act", what="count")
@@ -398,13 +393,13 @@ async def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path
 
 
 async def test_waiting_for_a_free_process_is_no_part_of_a_call():
-    async with opened(timeout=1.0, processes=1, max_parallel_calls=8) as box:
+    async with Box(timeout=1.0, processes=1, max_parallel_calls=8) as box:
         answers = await box.calls("act", *({"what": "sleep"} for _ in range(8)))
         assert [message["content"] for message in answers.messages] == ["sleep"] * 8
 
 
 async def test_state_is_an_episodes_own_and_must_be_json():
-    async with opened() as box:
+    async with Box() as box:
         mine: dict[str, Any] = {}
         yours: dict[str, Any] = {}
         said = [
@@ -421,14 +416,14 @@ async def test_state_is_an_episodes_own_and_must_be_json():
 async def test_long_results_are_cut_as_they_are_without_a_process(size):
     cut = []
     for isolation in ("process", "none"):
-        async with opened(isolation=isolation, max_tool_response_tokens=8) as box:
+        async with Box(isolation=isolation, max_tool_response_tokens=8) as box:
             cut.append((await box.call("act", what=str(size)))[0])
     in_process, here = cut
     assert in_process == here and "left out" in here
 
 
 async def test_a_call_that_is_given_up_leaves_nothing(tmp_path):
-    async with opened(processes=1) as box:
+    async with Box(processes=1) as box:
         path = tmp_path / "pids"
         task = asyncio.create_task(box.call("act", what="hang", path=str(path)))
         while not (path.exists() and len(path.read_text().split()) == 2):
