@@ -11,21 +11,22 @@ from roll.rollout.call_threads import PATIENCE_S, QUICK_S, CallThreads, CallTime
 from tests.unit.rollout.conftest import wait_until
 
 
-def nothing() -> None: ...
+def mailboxes(number: int, threads: CallThreads | None = None, **options: Any) -> list[Mailbox]:
+    threads = threads or CallThreads()
+    return [threads.mailbox(**options) for _ in range(number)]
 
 
-def mailboxes(number: int, **options: Any) -> tuple[CallThreads, list[Mailbox]]:
-    threads = CallThreads()
-    return threads, [threads.mailbox(**options) for _ in range(number)]
+def close(*boxes: Mailbox) -> None:
+    for box in boxes:
+        box.close(lambda: None)
 
 
 async def test_quick_calls_of_many_environments_share_a_few_threads():
-    _, boxes = mailboxes(500)
+    boxes = mailboxes(500)
     idents = []
     for _ in range(4):
         idents += await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes))
-    for box in boxes:
-        box.close(nothing)
+    close(*boxes)
     assert len(idents) == 2000 and threading.get_ident() not in idents
     assert len(set(idents)) < 10  # more than one where the machine is busy
 
@@ -33,15 +34,14 @@ async def test_quick_calls_of_many_environments_share_a_few_threads():
 async def test_calls_that_block_at_the_same_time_all_get_a_thread():
     barrier = threading.Barrier(64)
 
-    _, boxes = mailboxes(64)
+    boxes = mailboxes(64)
     for _ in range(3):  # each goes on when all of them are in it
         await asyncio.gather(*(box.run("step", lambda: barrier.wait(10), 20) for box in boxes))
-    for box in boxes:
-        box.close(nothing)
+    close(*boxes)
 
 
 async def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gate):
-    _, (hung, *boxes) = mailboxes(20)
+    hung, *boxes = mailboxes(20)
     where: list[int] = []
 
     def hang() -> None:
@@ -60,14 +60,13 @@ async def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_el
     where.append(await hung.run("step", threading.get_ident, 5))
     for _ in range(20):
         others.update(await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)))
-    for box in (hung, *boxes):
-        box.close(nothing)
+    close(hung, *boxes)
     assert len(others) > 0 and where[0] not in others
     assert where[1] == where[0], "calls of one environment stay in their order"
 
 
 async def test_a_call_that_is_given_up_before_it_begins_never_does(gate):
-    _, (first, second) = mailboxes(2)
+    first, second = mailboxes(2)
     begun: list[str] = []
 
     busy = asyncio.create_task(first.run("step", lambda: gate.wait(5), 5))
@@ -79,7 +78,7 @@ async def test_a_call_that_is_given_up_before_it_begins_never_does(gate):
     second.close(lambda: begun.append("closed"))
     gate.set()
     await busy
-    first.close(nothing)
+    close(first)
     wait_until(lambda: begun != [])
     time.sleep(2 * PATIENCE_S)
     assert begun == ["closed"]
@@ -92,10 +91,10 @@ async def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy():
         while True:
             pass
 
-    _, (box,) = mailboxes(1)
+    (box,) = mailboxes(1)
     with pytest.raises(CallTimeoutError):
         await box.run("step", busy, 0.1)
-    box.close(nothing)
+    close(box)
     wait_until(lambda: threading.active_count() <= before)
 
 
@@ -125,7 +124,7 @@ async def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_th
 async def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread, gate):
     order: list[str] = []
 
-    _, (box,) = mailboxes(1, own_thread=own_thread)
+    (box,) = mailboxes(1, own_thread=own_thread)
     first = asyncio.create_task(box.run("step", lambda: (gate.wait(5), order.append("first")), 5))
     await asyncio.sleep(3 * PATIENCE_S)
     first.cancel()  # who asked for it does not wait for it any more
@@ -139,34 +138,31 @@ async def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thr
 
 
 async def test_an_environment_with_its_own_thread_stays_in_it():
-    threads, alone = mailboxes(3, own_thread=True)
-    boxes = [*alone, threads.mailbox()]
+    threads = CallThreads()
+    boxes = [*mailboxes(3, threads, own_thread=True), *mailboxes(1, threads)]
     rounds = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(5)]
-    for box in boxes:
-        box.close(nothing)
+    close(*boxes)
     assert len(set(rounds[0])) == 4
     assert all(idents[:3] == rounds[0][:3] for idents in rounds)
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
 def test_the_threads_end_with_the_last_environment(own_thread):
-    before = threading.active_count()
+    before, threads = threading.active_count(), CallThreads()
 
-    async def play() -> CallThreads:
-        threads, boxes = mailboxes(30, own_thread=own_thread)
+    async def play() -> None:
+        boxes = mailboxes(30, threads, own_thread=own_thread)
         await asyncio.gather(*(box.run("step", lambda: time.sleep(3 * PATIENCE_S), 5) for box in boxes))
         assert threading.active_count() > before + 3
-        for box in boxes:
-            box.close(nothing)
-        return threads
+        close(*boxes)
 
-    threads = asyncio.run(play())
+    asyncio.run(play())
     wait_until(lambda: threading.active_count() <= before)
 
     async def again() -> int:
-        box = threads.mailbox(own_thread=own_thread)
+        (box,) = mailboxes(1, threads, own_thread=own_thread)
         ident = await box.run("step", threading.get_ident, 5)
-        box.close(nothing)
+        close(box)
         return ident
 
     assert asyncio.run(again()) != threading.get_ident(), "another loop can go on with them"
@@ -175,8 +171,7 @@ def test_the_threads_end_with_the_last_environment(own_thread):
 
 async def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate):
     """Nobody looks for slow calls in between: the loop does not get to it."""
-
-    _, (slow, blocked) = mailboxes(2)
+    slow, blocked = mailboxes(2)
     for _ in range(2):
         assert not slow.is_slow("step")
         await slow.run("step", lambda: time.sleep(2 * QUICK_S), 5)
@@ -189,8 +184,7 @@ async def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate
     await asyncio.sleep(0)
     gate.wait(5)
     await waiting
-    slow.close(nothing)
-    blocked.close(nothing)
+    close(slow, blocked)
     assert order == ["slow", "blocked"]
 
 
@@ -202,10 +196,9 @@ async def test_calls_that_wait_for_a_moment_each_wait_side_by_side():
         time.sleep(5 * QUICK_S)
         idents.add(threading.get_ident())
 
-    _, boxes = mailboxes(400)
+    boxes = mailboxes(400)
     await asyncio.gather(*(box.run("step", wait, 20) for box in boxes))
-    for box in boxes:
-        box.close(nothing)
+    close(*boxes)
     assert len(idents) > 10
 
 
@@ -213,6 +206,6 @@ def test_what_fails_while_an_environment_is_closed_is_told_in_the_log(caplog):
     def fail() -> None:
         raise OSError("the door is stuck")
 
-    _, (box,) = mailboxes(1)
+    (box,) = mailboxes(1)
     box.close(fail)
     wait_until(lambda: "environment close raised OSError: the door is stuck" in caplog.text)

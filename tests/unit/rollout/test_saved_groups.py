@@ -273,9 +273,7 @@ def test_groups_arrive_as_they_were_in_four_arrays():
         group_of(number=9, dropped=4, errors=("lost",)),
         group_of(talk(0), make_trajectory([]), number=10),
     ]
-    got, num_arrays = there_and_back(*groups)
-    assert_equal(got, groups)
-    assert num_arrays == 4
+    assert_equal(there_and_back(*groups), (groups, 4))
     assert there_and_back() == ([], 4)
 
 
