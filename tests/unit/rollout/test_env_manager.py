@@ -298,14 +298,15 @@ def test_seeds_differ_between_turns_and_members_and_repeat_themselves():
 
 
 class Aborting(Engine):
-    """Is stopped at every answer."""
+    """Is stopped at its second answer."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        return replace(await super().generate(request), finish_reason=FinishReason.ABORT)
+        completion = await super().generate(request)
+        return replace(completion, finish_reason=FinishReason.ABORT) if len(self.requests) == 2 else completion
 
 
 def test_an_aborted_request_a_crash_a_refusing_template_and_tools_that_are_none_end_the_episode():
-    with pytest.raises(EpisodeAbortedError, match="request Echo-4-1-0 was aborted"):
+    with pytest.raises(EpisodeAbortedError, match="request Echo-4-1-1 was aborted"):
         play(manager("step"), Aborting("a"))
     with pytest.raises(EnvCrashError, match="environment step raised ZeroDivisionError"):
         play(manager("step"), Engine("a", "crash"))
