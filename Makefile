@@ -52,7 +52,7 @@ endif
 LONGER := $(addprefix %/test_,$(addsuffix .py,overrides config_cli imitated_turns prompts renderer_tools template_check videos))
 QUICK := "tests/integration/test_offline_pipelines.py::test_without_a_generator_it_trains_and_wrong_rows_are_told_before_ray_starts" \
   $(filter-out $(LONGER),$(wildcard $(addprefix tests/unit/,$(addsuffix /test_*.py,algorithms data configs)))) \
-  $(addprefix tests/unit/rollout/test_,$(addsuffix .py,admission group_worker recorder saved_groups trajectory))
+  $(addprefix tests/unit/rollout/test_,$(addsuffix .py,admission saved_groups trajectory))
 quick: $(ENGINES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --hypothesis-profile=quick $(QUICK)
 

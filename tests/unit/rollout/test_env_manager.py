@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +15,16 @@ from roll.agentic.env import make
 from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.demo.scripted_play import ScriptedPlay
-from roll.models.tiny import make_tokenizer
-from roll.rollout.env_manager import (
-    ENV_MANAGERS,
-    EnvManager,
-    EpisodeAbortedError,
-    EpisodeSpec,
-    LengthLimits,
-    TrajEnvManager,
-)
+from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeAbortedError, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner, checked_frame
 from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
-from roll.rollout.plans import GroupPlan
-from roll.rollout.rows import groups_to_batch
-from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+from roll.rollout.types import EpisodeEnd, Trajectory, Turn
+from tests.support.rollouts import RENDERER, TOKENIZER
 from tests.support.steps import usual_step
+from tests.unit.rollout.conftest import Engine
 
-TOKENIZER = make_tokenizer()
-RENDERER = ChatRenderer(TOKENIZER)
 SPEC = EpisodeSpec("Echo", group_id=4, member=1, env_seed=9, sampling_seed=77)
 ROOMY = LengthLimits(prompt_length=4000, sequence_length=8000)
 PLAIN = SamplingParams()
@@ -41,13 +32,20 @@ MODES = pytest.mark.parametrize("mode", ["step", "traj"])
 
 
 class EchoEnv(TextEnv):
-    """Repeats the words; ``bad`` is no action, ``win`` ends with success, ``late`` truncates, ``crash`` raises."""
+    """Repeats the words; ``bad`` is no action, ``win`` ends with success, ``late`` truncates, ``crash`` raises.
+
+    Args:
+        info: what it tells beside the usual at each step.
+    """
 
     env_instruction = "Repeat after me."
 
+    def __init__(self, **info: Any) -> None:
+        self.info = info
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         self.num_steps = 0
-        return f"seed {seed}", {"state_key": f"start {seed}"}
+        return f"seed {seed}", {"state_key": f"start {seed}"} | self.info
 
     def step(self, action: str) -> StepResult:
         self.num_steps += 1
@@ -57,7 +55,8 @@ class EchoEnv(TextEnv):
         pays = {"task_reward": float(self.num_steps), "penalty": 0.0 if valid else -0.5, "action_is_effective": valid}
         ends = {"terminated": action == "win", "success": action == "win", "truncated": action == "late"}
         said, key = f"{action} {self.num_steps}", f"after {self.num_steps}"
-        return usual_step(said, action if valid else None, key, **pays, **ends)
+        *others, info = usual_step(said, action if valid else None, key, **pays, **ends)
+        return *others, info | self.info  # type: ignore[return-value]
 
 
 class BareEnv(TextEnv):
@@ -70,38 +69,18 @@ class BareEnv(TextEnv):
         return "next", 0.5, False, False, {"board": np.zeros(3), "depth": 2, "level": "cave"}
 
 
-class Policy:
-    """Says its words one turn after the other and keeps the requests."""
-
-    def __init__(self, *words: str, end: str = "<|im_end|>") -> None:
-        self.words = words
-        self.end = end
-        self.requests: list[GenerateRequest] = []
-
-    async def __call__(self, request: GenerateRequest) -> Completion:
-        words = self.words[min(len(self.requests), len(self.words) - 1)]
-        self.requests.append(request)
-        ids = np.asarray(TOKENIZER.encode(words + self.end, add_special_tokens=False), dtype=np.int64)
-        ids = ids[: request.params.max_new_tokens]
-        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        reason = FinishReason.ABORT if words == "abort" else FinishReason.STOP
-        return Completion(request.request_id, ids, logprobs, reason, versions=np.full(len(ids), 3))
-
-
-def manager(mode: str, limits: LengthLimits = ROOMY, params: SamplingParams = PLAIN, **config: Any) -> EnvManager:
-    tag = CustomEnvConfig(env_type="echo", env_manager_cls=mode, **config)
-    return ENV_MANAGERS.get(mode)(tag, RENDERER, params, limits)
+def manager(mode: str, limits: LengthLimits = ROOMY, params: SamplingParams = PLAIN, **keys: Any) -> EnvManager:
+    renderer = keys.pop("renderer", RENDERER)
+    tag = CustomEnvConfig(env_type="echo", env_manager_cls=mode, **keys)
+    return ENV_MANAGERS.get(mode)(tag, renderer, params, limits)
 
 
 def play(
-    manager: EnvManager, policy: GenerateFn, spec: EpisodeSpec = SPEC, make_env: Callable[[], TextEnv] = EchoEnv
+    manager: EnvManager, engine: Engine, spec: EpisodeSpec = SPEC, make_env: Callable[[], TextEnv] = EchoEnv
 ) -> Trajectory:
     async def episode() -> Trajectory:
-        runner = EnvRunner(make_env, timeout=5)
-        try:
-            return await manager.run_episode(runner, policy, spec)
-        finally:
-            runner.close()
+        with closing(EnvRunner(make_env, timeout=5)) as runner:
+            return await manager.run_episode(runner, engine.generate, spec)
 
     return asyncio.run(episode())
 
@@ -111,20 +90,18 @@ def shown(turn: Turn) -> str:
 
 
 def test_step_mode_shows_each_turn_afresh():
-    trajectory = play(manager("step", max_steps=3), Policy("a", "b", "c"))
+    trajectory = play(manager("step", max_steps=3), Engine("a", "b", "c"))
     head = "<|im_start|>system\nRepeat after me.<|im_end|>\n<|im_start|>user\n"
     tail = "<|im_end|>\n<|im_start|>assistant\n"
-    assert [shown(turn) for turn in trajectory.turns] == [
-        f"{head}{observation}{tail}" for observation in ("seed 9", "a 1", "b 2")
-    ]
-    assert not trajectory.history
-    assert [turn.observation for turn in trajectory.turns] == ["seed 9", "a 1", "b 2"]
+    observations = ["seed 9", "a 1", "b 2"]
+    assert [shown(turn) for turn in trajectory.turns] == [f"{head}{each}{tail}" for each in observations]
+    assert [turn.observation for turn in trajectory.turns] == observations and not trajectory.history
     assert trajectory.final_observation == "c 3"
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", ""])
-def test_traj_mode_is_one_growing_conversation(end):
-    trajectory = play(manager("traj", max_steps=3), Policy("a", "b", "c", end=end))
+@pytest.mark.parametrize("ends", [True, False])
+def test_traj_mode_is_one_growing_conversation(ends):
+    trajectory = play(manager("traj", max_steps=3), Engine("a", "b", "c", ends=ends))
     assert trajectory.history
     for earlier, later in zip(trajectory.turns, trajectory.turns[1:], strict=False):
         prefix = np.concatenate([earlier.prompt_ids, earlier.completion.token_ids])
@@ -138,15 +115,15 @@ def test_traj_mode_is_one_growing_conversation(end):
 
 
 def test_a_turn_keeps_what_happened_in_it():
-    trajectory = play(manager("step", max_steps=4), Policy("a", "bad", "win"))
+    trajectory = play(manager("step", max_steps=4), Engine("a", "bad", "win"))
     assert (trajectory.tag, trajectory.group_id, trajectory.member, trajectory.seed) == ("Echo", 4, 1, 9)
-    assert [turn.text for turn in trajectory.turns] == ["a", "bad", "win"]
-    assert [turn.action for turn in trajectory.turns] == ["a", None, "win"]
-    assert [turn.task_reward for turn in trajectory.turns] == [1.0, 2.0, 3.0]
-    assert [turn.penalty for turn in trajectory.turns] == [0.0, -0.5, 0.0]
-    assert [turn.reward for turn in trajectory.turns] == [1.0, 1.5, 3.0]
-    assert trajectory.score == 5.5
-    assert [turn.state_key for turn in trajectory.turns] == ["start 9", "after 1", "after 2"]
+    kept = [(turn.text, turn.action, turn.task_reward, turn.penalty, turn.state_key) for turn in trajectory.turns]
+    assert kept == [
+        ("a", "a", 1.0, 0.0, "start 9"),
+        ("bad", None, 2.0, -0.5, "after 1"),
+        ("win", "win", 3.0, 0.0, "after 2"),
+    ]
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 1.5, 3.0] and trajectory.score == 5.5
     assert trajectory.turns[0].completion.weight_version == 3
 
 
@@ -159,52 +136,34 @@ def test_a_turn_keeps_what_happened_in_it():
     ],
 )
 def test_how_an_episode_ends(last, end, success):
-    trajectory = play(manager("step", max_steps=2), Policy("a", last))
+    trajectory = play(manager("step", max_steps=2), Engine("a", last))
     assert (len(trajectory.turns), trajectory.end, trajectory.success) == (2, end, success)
-    assert trajectory.info["state_key"] == "after 2"
-    assert "env_instruction" not in trajectory.info
-
-
-@MODES
-def test_the_loss_mask_covers_the_sampled_tokens_and_no_other(mode):
-    trajectory = play(manager(mode, max_steps=3), Policy("a", "bad", "c"))
-    batch = groups_to_batch([RolloutGroup(4, "Echo", (trajectory,))], ["Echo"])
-    assert batch.num_sequences == (1 if mode == "traj" else 3)
-    sampled = batch.tokens_T[batch.loss_mask_T]
-    assert TOKENIZER.decode(sampled) == "a<|im_end|>bad<|im_end|>c<|im_end|>"
-    assert batch.rollout_logprobs_T is not None
-    assert batch.rollout_logprobs_T[batch.loss_mask_T].tolist() == [-1, -2, -1, -2, -3, -4, -1, -2]
-    assert not batch.rollout_logprobs_T[~batch.loss_mask_T].any()
-    last = trajectory.turns[-1]
-    final = np.concatenate([last.prompt_ids, last.completion.token_ids])
-    assert batch.tokens_T[int(batch.offsets_B[-1]) :].tolist() == final.tolist()
+    assert trajectory.info["state_key"] == "after 2" and "env_instruction" not in trajectory.info
 
 
 def test_an_episode_stops_when_the_next_prompt_leaves_no_room():
-    prompts = [len(turn.prompt_ids) for turn in play(manager("traj", max_steps=6), Policy("a")).turns]
-    full = play(manager("traj", LengthLimits(4000, prompts[3]), max_steps=6), Policy("a"))
+    prompts = [len(turn.prompt_ids) for turn in play(manager("traj", max_steps=6), Engine("a")).turns]
+    full = play(manager("traj", LengthLimits(4000, prompts[3]), max_steps=6), Engine("a"))
     assert (len(full.turns), full.end, full.success) == (3, EpisodeEnd.CONTEXT_FULL, False)
     assert full.final_observation == "a 3"
-    one_more = play(manager("traj", LengthLimits(4000, prompts[3] + 1), max_steps=6), Policy("a"))
+    one_more = play(manager("traj", LengthLimits(4000, prompts[3] + 1), max_steps=6), Engine("a"))
     assert (len(one_more.turns), one_more.end) == (4, EpisodeEnd.CONTEXT_FULL)
     assert len(one_more.turns[-1].completion.token_ids) == 1  # cut to the room that was left
     config: dict[str, Any] = {"max_steps": 6, "agent_template": "{observation}{observation}"}
-    first = len(play(manager("step", **config), Policy("a")).turns[0].prompt_ids)
-    trajectory = play(manager("step", LengthLimits(4000, first + 10), **config), Policy("x" * 20))
-    assert len(trajectory.turns) == 1
-    assert trajectory.turns[0].text == "x" * 10
-    assert trajectory.end is EpisodeEnd.CONTEXT_FULL
+    first = len(play(manager("step", **config), Engine("a")).turns[0].prompt_ids)
+    trajectory = play(manager("step", LengthLimits(4000, first + 10), **config), Engine("x" * 20))
+    assert [turn.text for turn in trajectory.turns] == ["x" * 10] and trajectory.end is EpisodeEnd.CONTEXT_FULL
 
 
 @MODES
 def test_a_first_prompt_that_cannot_fit_is_an_error(mode):
-    length = len(play(manager(mode, max_steps=1), Policy("a")).turns[0].prompt_ids)
+    length = len(play(manager(mode, max_steps=1), Engine("a")).turns[0].prompt_ids)
     expected = rf"Echo: the first prompt has {length} tokens, but prompt_length is "
     with pytest.raises(PromptTooLongError, match=rf"{expected}{length - 1} and sequence_length 8000"):
-        play(manager(mode, LengthLimits(length - 1, 8000)), Policy("a"))
+        play(manager(mode, LengthLimits(length - 1, 8000)), Engine("a"))
     with pytest.raises(PromptTooLongError, match=rf"{expected}4000 and sequence_length {length}"):
-        play(manager(mode, LengthLimits(4000, length)), Policy("a"))
-    assert len(play(manager(mode, LengthLimits(length, length + 1), max_steps=1), Policy("a")).turns) == 1
+        play(manager(mode, LengthLimits(4000, length)), Engine("a"))
+    assert len(play(manager(mode, LengthLimits(length, length + 1), max_steps=1), Engine("a")).turns) == 1
 
 
 @pytest.mark.parametrize(
@@ -217,12 +176,9 @@ def test_a_first_prompt_that_cannot_fit_is_an_error(mode):
     ],
 )
 def test_step_mode_repeats_the_last_turns_in_words(history_length, expected):
-    config: dict[str, Any] = {
-        "history_length": history_length,
-        "agent_system_template": "",
-        "agent_template": "{history}",
-    }
-    trajectory = play(manager("step", max_steps=4, **config), Policy("a", "b", "c", "d"))
+    templates = {"agent_system_template": "", "agent_template": "{history}"}
+    shows = manager("step", max_steps=4, history_length=history_length, **templates)
+    trajectory = play(shows, Engine("a", "b", "c", "d"))
     opened = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert [shown(turn) for turn in trajectory.turns] == [opened.format(text) for text in expected]
 
@@ -233,7 +189,7 @@ def test_placeholders_are_filled_at_every_turn(mode):
     second_names = "{turn_idx} of {actions_left}, {max_response_length} tokens"
     system, template = "{env_instruction} Turns: {max_turns}.", f"{shown_each_turn} {second_names}"
     config = {"max_steps": 3, "max_tokens_per_step": 3, "agent_system_template": system, "agent_template": template}
-    trajectory = play(manager(mode, **config), Policy("a", "b", "c"))
+    trajectory = play(manager(mode, **config), Engine("a", "b", "c"))
     for number, (turn, observation) in enumerate(zip(trajectory.turns, ["seed 9", "a 1", "b 2"], strict=True), 1):
         text = shown(turn)
         filled = f"{number}/3, {4 - number} left: {observation} {{unknown}} {{}} Repeat after me."
@@ -243,7 +199,7 @@ def test_placeholders_are_filled_at_every_turn(mode):
 
 def test_placeholders_of_history():
     template = "{step_count} before {current_step}: {current_observation} ({history_length} shown)"
-    played = play(manager("step", max_steps=3, agent_template=template, history_length=1), Policy("a", "b", "c"))
+    played = play(manager("step", max_steps=3, agent_template=template, history_length=1), Engine("a", "b", "c"))
     expected = ["0 before 1: seed 9 (0 shown)", "1 before 2: a 1 (1 shown)", "2 before 3: b 2 (1 shown)"]
     assert all(text in shown(turn) for text, turn in zip(expected, played.turns, strict=True))
 
@@ -251,14 +207,14 @@ def test_placeholders_of_history():
 @MODES
 def test_braces_in_what_the_environment_or_the_policy_says_are_left_alone(mode):
     words = '{"move": {"turn": 1}} {turn} {observation}'
-    trajectory = play(manager(mode, max_steps=2, agent_template="{turn}. {observation}"), Policy(words))
+    trajectory = play(manager(mode, max_steps=2, agent_template="{turn}. {observation}"), Engine(words))
     assert f"user\n2. {words} 1<|im_end|>" in shown(trajectory.turns[1])
 
 
 def test_an_empty_system_text_makes_no_message_and_an_environment_without_info_will_do():
-    trajectory = play(manager("traj", max_steps=1, agent_system_template=""), Policy("a"))
+    trajectory = play(manager("traj", max_steps=1, agent_system_template=""), Engine("a"))
     assert shown(trajectory.turns[0]) == "<|im_start|>user\nseed 9<|im_end|>\n<|im_start|>assistant\n"
-    trajectory = play(manager("step", max_steps=2), Policy("a"), make_env=BareEnv)
+    trajectory = play(manager("step", max_steps=2), Engine("a"), make_env=BareEnv)
     turn = trajectory.turns[0]
     assert (turn.task_reward, turn.penalty, turn.action, turn.state_key) == (0.5, 0.0, None, "start")
     assert (trajectory.score, trajectory.success) == (1.0, False)
@@ -269,9 +225,7 @@ def test_an_empty_system_text_makes_no_message_and_an_environment_without_info_w
 class PictureEnv(EchoEnv):
     """Has a picture of every state, but of ``dark`` ones."""
 
-    def reset(self, **kwargs: Any) -> tuple[str, dict[str, Any]]:
-        self.dark = False
-        return super().reset(**kwargs)
+    dark = False
 
     def step(self, action: str) -> StepResult:
         self.dark = action == "dark"
@@ -284,16 +238,16 @@ class PictureEnv(EchoEnv):
 
 
 def test_only_a_recorded_episode_has_pictures_if_there_are_any_and_is_the_same_else(caplog):
-    plain = play(manager("step", max_steps=3), Policy("a", "b"), make_env=PictureEnv)
-    recorded = play(manager("step", max_steps=3), Policy("a", "b"), replace(SPEC, record=True), PictureEnv)
+    plain = play(manager("step", max_steps=3), Engine("a", "b"), make_env=PictureEnv)
+    recorded = play(manager("step", max_steps=3), Engine("a", "b"), replace(SPEC, record=True), PictureEnv)
     assert plain.frames == () and len(recorded.frames) == 4
     shades = [Image.open(io.BytesIO(frame)).convert("RGB").getpixel((1, 1)) for frame in recorded.frames]
     assert shades == [(shade, shade, shade) for shade in (0, 20, 40, 60)]
     assert [turn.prompt_ids.tolist() for turn in plain.turns] == [turn.prompt_ids.tolist() for turn in recorded.turns]
     assert replace(recorded, frames=(), turns=()) == replace(plain, turns=())
     spec = replace(SPEC, record=True)
-    assert play(manager("step", max_steps=2), Policy("a"), spec).frames == ()
-    dark = play(manager("step", max_steps=3), Policy("a", "dark", "b"), spec, PictureEnv)
+    assert play(manager("step", max_steps=2), Engine("a"), spec).frames == ()
+    dark = play(manager("step", max_steps=3), Engine("a", "dark", "b"), spec, PictureEnv)
     assert (len(dark.turns), dark.frames) == (3, ())
     assert "PictureEnv.render: no picture: OSError: no light" in caplog.text
 
@@ -316,101 +270,75 @@ def test_pictures_come_as_arrays_images_or_text(view, shown):
     assert (Image.open(io.BytesIO(frame)).size if isinstance(frame, bytes) else frame) == shown
 
 
-def test_a_plan_records_the_first_groups_alone():
-    plan = GroupPlan(("Echo",), (2,), group_size=3, redundancy=0, seed=0, name="val", num_recorded=2)
-    assert [plan.spec(n).record for n in range(4)] == [True, True, False, False]
-    assert not GroupPlan(("Echo",), (2,), 3, 0, 0, "train").spec(0).record
+def asked(mode: str = "step", sampling_seed: int = 77, **keys: Any) -> list[SamplingParams]:
+    """What the requests of an episode ask for; ``keys``: of the manager."""
+    engine = Engine("a", "b", "c")
+    play(manager(mode, **keys), engine, replace(SPEC, sampling_seed=sampling_seed))
+    return [request.params for request in engine.requests]
 
 
 def test_requests_carry_the_sampling_of_the_tag_and_ids_of_their_own():
     params = SamplingParams(max_new_tokens=50, temperature=0.7, top_p=0.9, top_k=5, stop=("!",))
-    policy = Policy("a")
-    play(manager("step", params=params, max_steps=2), policy)
-    asked = policy.requests[0].params
-    assert (asked.max_new_tokens, asked.temperature, asked.top_p, asked.top_k, asked.stop) == (50, 0.7, 0.9, 5, ("!",))
+    assert [replace(each, seed=None) for each in asked(params=params, max_steps=2)] == [params] * 2
     for tokens, expected in ((8, 8), (80, 50)):
-        policy = Policy("a")
-        play(manager("step", params=params, max_tokens_per_step=tokens, max_steps=1), policy)
-        assert policy.requests[0].params.max_new_tokens == expected
-    policy = Policy("a")
-    params = SamplingParams(temperature=0.7)
-    play(manager("step", params=params, max_steps=1), policy, EpisodeSpec("Echo", 0, 0, 9, 77, greedy=True))
-    assert policy.requests[0].params.temperature == 0.0
-    policy = Policy("a")
+        (only,) = asked(params=params, max_tokens_per_step=tokens, max_steps=1)
+        assert only.max_new_tokens == expected
+    engine = Engine("a")
+    play(manager("step", params=params, max_steps=1), engine, replace(SPEC, greedy=True))
+    assert engine.requests[0].params.temperature == 0.0
+    engine = Engine("a")
     for member in range(2):
-        play(manager("step", max_steps=2), policy, EpisodeSpec("Echo", 4, member, 9, member))
-    assert len({request.request_id for request in policy.requests}) == 4
+        play(manager("step", max_steps=2), engine, replace(SPEC, member=member))
+    assert len({request.request_id for request in engine.requests}) == 4
 
 
 def test_seeds_differ_between_turns_and_members_and_repeat_themselves():
-    def seeds(sampling_seed: int) -> list[int | None]:
-        policy = Policy("a", "b", "c")
-        play(manager("traj", max_steps=3), policy, EpisodeSpec("Echo", 0, 0, 9, sampling_seed))
-        return [request.params.seed for request in policy.requests]
-
-    one, two = seeds(1), seeds(2)
-    assert len({*one, *two}) == 6
-    assert seeds(1) == one
+    one, two, again = ([params.seed for params in asked("traj", seed, max_steps=3)] for seed in (1, 2, 1))
+    assert len({*one, *two}) == 6 and one == again
 
 
-def test_an_aborted_request_a_crash_and_a_refusing_template_end_the_episode():
+class Aborting(Engine):
+    """Is stopped at its second answer."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, finish_reason=FinishReason.ABORT) if len(self.requests) == 2 else completion
+
+
+def test_an_aborted_request_a_crash_a_refusing_template_and_tools_that_are_none_end_the_episode():
     with pytest.raises(EpisodeAbortedError, match="request Echo-4-1-1 was aborted"):
-        play(manager("step"), Policy("a", "abort"))
+        play(manager("step"), Aborting("a"))
     with pytest.raises(EnvCrashError, match="environment step raised ZeroDivisionError"):
-        play(manager("step"), Policy("a", "crash"))
+        play(manager("step"), Engine("a", "crash"))
+    with pytest.raises(EnvError, match="the chat template cannot render the conversation"):
+        play(manager("traj"), Engine("a"), make_env=lambda: EchoEnv(tools=3))
     fussy = "{% if messages[-1].content == 'b 1' %}{{ raise_exception('no b') }}{% endif %}"
     each = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    tag = CustomEnvConfig(env_type="echo", env_manager_cls="traj")
     renderer = ChatRenderer(TOKENIZER, f"{fussy}{each}<|im_start|>assistant\n")
     with pytest.raises(EnvError, match="the chat template cannot render the conversation: TemplateError: no b"):
-        play(TrajEnvManager(tag, renderer, PLAIN, ROOMY), Policy("b"))
-
-
-class ToolKeeper(EchoEnv):
-    """Tells of tools of its own, in the words that rollouts have for theirs."""
-
-    def __init__(self, **info: Any) -> None:
-        self.info = info
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        observation, info = super().reset(seed=seed, options=options)
-        return observation, info | self.info
-
-    def step(self, action: str) -> StepResult:
-        *others, info = super().step(action)
-        return *others, info | self.info  # type: ignore[return-value]
+        play(manager("traj", renderer=renderer), Engine("b"))
 
 
 @MODES
 def test_an_environment_that_counts_turns_with_tools_has_no_more_of_them(mode):
-    episode = play(manager(mode, max_steps=2), Policy("a"), make_env=lambda: ToolKeeper(tool_turns=1))
+    episode = play(manager(mode, max_steps=2), Engine("a"), make_env=lambda: EchoEnv(tool_turns=1))
     assert len(episode.turns) == 2 and "tool_turns" not in episode.info
-    assert len(play(manager(mode, max_steps=2), Policy("a"), make_env=lambda: ToolKeeper(tool_turns="-")).turns) == 2
+    assert len(play(manager(mode, max_steps=2), Engine("a"), make_env=lambda: EchoEnv(tool_turns="-")).turns) == 2
 
 
-def test_tools_that_are_none_are_a_failure_of_the_episode():
-    with pytest.raises(EnvError, match="the chat template cannot render the conversation"):
-        play(manager("traj"), Policy("a"), make_env=lambda: ToolKeeper(tools=3))
-
-
-@pytest.mark.parametrize("mode", ["step", "traj"])
-def test_equal_specs_give_equal_episodes_in_a_real_environment(mode):
+@MODES
+async def test_equal_specs_give_equal_episodes_in_a_real_environment(mode):
     """Sokoban, played by the script that makes the demonstrations."""
     environment = {"min_solution": 3, "max_solution": 8, "max_steps": 8}
 
     async def episode(expert_share: float) -> Trajectory:
-        runner = EnvRunner(lambda: make("sokoban", **environment), timeout=5)
-        try:
+        with closing(EnvRunner(lambda: make("sokoban", **environment), timeout=5)) as runner:
             policy = ScriptedPlay(expert_share)(runner, RENDERER)
             return await manager(mode, max_steps=8).run_episode(runner, policy, SPEC)
-        finally:
-            runner.close()
 
-    first, second = (asyncio.run(episode(0.5)) for _ in range(2))
+    first, second, expert = await episode(0.5), await episode(0.5), await episode(1.0)
     assert [turn.text for turn in first.turns] == [turn.text for turn in second.turns]
     assert [turn.prompt_ids.tolist() for turn in first.turns] == [turn.prompt_ids.tolist() for turn in second.turns]
     assert all(turn.action is not None for turn in first.turns)
-    expert = asyncio.run(episode(1.0))
-    assert expert.success
-    assert expert.end is EpisodeEnd.TERMINATED
+    assert expert.success and expert.end is EpisodeEnd.TERMINATED
     assert all(len(turn.completion.token_ids) == 4 for turn in expert.turns)

@@ -20,9 +20,10 @@ from roll.rollout.reward_worker import AskFn, Asking, JudgeWorker
 from roll.rollout.router import EngineUnavailableError
 from tests.support.judged_env import JudgedEnv
 from tests.support.judges import WORDS, digit_model, greedy_words
+from tests.support.talks import system, user
 
 PATH = f"{JudgedEnv.__module__}:{JudgedEnv.__qualname__}"
-TALK = [{"role": "system", "content": "a"}, {"role": "user", "content": "1+1="}]
+TALK = [system("a"), user("1+1=")]
 
 
 class InstantlyAsking(JudgedEnv):
@@ -33,12 +34,7 @@ class InstantlyAsking(JudgedEnv):
 
 async def test_what_it_says_is_what_transformers_says(tmp_path):
     folder = digit_model(tmp_path)
-    questions: list[Any] = [f"{i}+1=" for i in range(6)] + [
-        TALK,
-        "1 " * 300,
-        [{"role": "user", "content": "a", "seen": {1}}],
-    ]
-
+    questions: list[Any] = [*(f"{i}+1=" for i in range(6)), TALK, "1 " * 300, [user("a", seen={1})]]
     worker = JudgeWorker("reward_judge", 0, 1, {})
     await worker.offload(States.ALL)  # before its set-up: nothing is there
     await worker.setup(AskedModelConfig(model=folder, max_tokens=WORDS, max_concurrency=3))
@@ -51,10 +47,9 @@ async def test_what_it_says_is_what_transformers_says(tmp_path):
         *words, too_long, odd = pickle.loads(pickle.dumps(await asked))
     finally:
         await worker.close()
-    expected = [[{"role": "user", "content": text}] for text in questions[:6]] + [TALK]
+    expected = [*([user(text)] for text in questions[:6]), TALK]
     assert words == [greedy_words(folder, messages) for messages in expected] and len(set(words)) > 1
-    assert isinstance(too_long, RewardError) and "judge: " in str(too_long)
-    assert isinstance(odd, RewardError) and "judge: " in str(odd)
+    assert all(isinstance(error, RewardError) and "judge: " in str(error) for error in (too_long, odd))
 
 
 def play(ask: AskFn, *answers: str, timeout: float = 30.0, **env_config: Any) -> list[float]:

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 from collections import defaultdict
-from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -12,13 +11,14 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 from PIL import Image
 
-from roll.agentic.env import check_env_config, make
+from roll.agentic.env import check_env_config, frozen_lake, make, sokoban
 from roll.agentic.env.base import StepResult, TextEnv, picture
+from roll.agentic.env.grid import draw_grid
 from roll.configs.env import CustomEnvConfig
 from roll.data.columns import Item
 from roll.data.identity import items_along, vocabulary_ids
 from roll.data.pictures import Pictures
-from roll.data.requests import Completion, FinishReason, SamplingParams
+from roll.data.requests import SamplingParams
 from roll.extras.env_check.probes import draws
 from roll.extras.env_check.trial import Subject, Trial, can_be_made, plays
 from roll.report.render import render_episode_html
@@ -33,6 +33,7 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from tests.support.picture_models import make_processor
 from tests.support.steps import usual_step
+from tests.unit.rollout.conftest import Engine
 
 RED = np.full((2, 3, 3), (200, 0, 0), np.uint8)
 
@@ -85,14 +86,15 @@ def test_what_is_no_observation_is_named(observation, expected):
         checked_reset(Screen(observation), 0)
 
 
-def test_the_runner_makes_items_where_the_model_takes_pictures():
-    async def observed(pictures):
-        return await EnvRunner(lambda: Screen([picture(RED)]), 5, instant=True, pictures=pictures).reset(0)
-
-    observation, _ = asyncio.run(observed(AsTheyAre()))
+async def test_the_runner_makes_items_where_the_model_takes_pictures():
+    seeing, blind = (
+        EnvRunner(lambda: Screen([picture(RED)]), 5, instant=True, pictures=pictures)
+        for pictures in (AsTheyAre(), None)
+    )
+    observation, _ = await seeing.reset(0)
     assert items_in(observation) == [Item(RED)]
     with pytest.raises(EnvProtocolError, match=r"Screen\.reset returned a picture, expected text: .* no processor"):
-        asyncio.run(observed(None))
+        await blind.reset(0)
 
 
 def test_words_state_and_frame_of_an_observation():
@@ -137,9 +139,6 @@ def test_pictures_follow_the_text(world, side):
 
 
 def test_every_tile_differs_clearly_at_the_smallest_size():
-    from roll.agentic.env import frozen_lake, sokoban
-    from roll.agentic.env.grid import draw_grid
-
     for tiles in (sokoban.TILES, frozen_lake.TILES):
         drawn = [draw_grid([[kind]], tiles, 8).astype(int) for kind in tiles]
         distances = [abs(one - other).max() for n, one in enumerate(drawn) for other in drawn[:n]]
@@ -183,8 +182,7 @@ gymnasium.register("Dot-v0", f"{__name__}:Dot")
 
 @pytest.mark.parametrize("renderer", [None, "rgb_array"])
 def test_gymnasium_pictures_are_observations(renderer):
-    config = {"env_id": f"{__name__}:Dot-v0", "success_return": 1, "renderer": renderer}
-    env = make("gymnasium", **config)
+    env = make("gymnasium", env_id=f"{__name__}:Dot-v0", success_return=1, renderer=renderer)
     (first,), info = env.reset(seed=1)
     before = first["image"].copy()
     (second,), *_, after = env.step("<answer>1</answer>")
@@ -220,13 +218,10 @@ class Careless(TextEnv):
 @pytest.mark.parametrize(
     ("fault", "findings"), [("", ""), ("size", "size state"), ("hides", "state"), ("clock", "state")]
 )
-def test_the_check_compares_pictures_with_states(fault, findings):
-    async def found():
-        trial = Trial(Subject(f"{__name__}:Careless", {"fault": fault}, episodes=2))
-        probes = [each for probe in (can_be_made, plays, draws) async for each in probe(trial)]
-        return [each.name for each in probes]
-
-    assert asyncio.run(found()) == [f"picture-{name}" for name in findings.split()]
+async def test_the_check_compares_pictures_with_states(fault, findings):
+    trial = Trial(Subject(f"{__name__}:Careless", {"fault": fault}, episodes=2))
+    found = [each.name for probe in (can_be_made, plays, draws) async for each in probe(trial)]
+    assert found == [f"picture-{name}" for name in findings.split()]
 
 
 # --- episodes
@@ -236,36 +231,28 @@ def test_the_check_compares_pictures_with_states(fault, findings):
 def test_a_policy_gets_the_pictures_of_its_turns(mode, picture_folder):
     """Each once, where the template has the observation; a turn without an effect shows the same picture again."""
     said = ["<answer>Up</answer>", "nothing", "<answer>Left</answer>", "<answer>Down</answer>"]
-    requests = []
-
-    async def policy(request):
-        requests.append(request)
-        ids = worker.managers["Board"].renderer.words(said[len(requests) - 1])
-        logprobs = np.zeros(len(ids), np.float32)
-        return Completion(request.request_id, ids, logprobs, FinishReason.STOP, np.zeros(len(ids), np.int64))
-
     board = {"render_mode": "rgb_array", "tile_size": 14, "max_steps": 4}
-    config = CustomEnvConfig(
-        env_type="sokoban", max_steps=4, env_manager_cls=mode, env_config=board, agent_template="{observation}{turn}"
-    )
+    keys = {"env_manager_cls": mode, "env_config": board, "agent_template": "{observation}{turn}"}
+    config = CustomEnvConfig(env_type="sokoban", max_steps=4, **keys)
     worker = EnvironmentWorker("envs", 0, 1, {})
-    limits = LengthLimits(4000, 8000)
-    context = EnvWorkerContext({"Board": config}, str(picture_folder), "native", SamplingParams(), limits, 0)
-    worker.setup(replace(context, pictures=Pictures(picture_folder)))
+    limits, pictures = LengthLimits(4000, 8000), Pictures(picture_folder)
+    context = {"Board": config}, str(picture_folder), "native", SamplingParams(), limits, 0
+    worker.setup(EnvWorkerContext(*context, pictures=pictures))
+    engine = Engine(*said, renderer=worker.managers["Board"].renderer)
     episode = EpisodeSpec("Board", 0, 0, env_seed=5, sampling_seed=1, record=True)
-    trajectory = asyncio.run(worker.play(GroupSpec(0, "Board", 5, 1), episode, policy))
+    trajectory = asyncio.run(worker.play(GroupSpec(0, "Board", 5, 1), episode, engine.generate))
 
     env = make("sokoban", **board)
     boards = [env.reset(seed=5)[0], *(env.step(text)[0] for text in said)]
     pixels = [Item(part["image"]) for (part,) in boards]
     assert pixels[1] == pixels[2] and len(set(pixels)) == 4
-    for number, (turn, request) in enumerate(zip(trajectory.turns, requests, strict=True)):
+    for number, (turn, request) in enumerate(zip(trajectory.turns, engine.requests, strict=True)):
         told = pixels[number : number + 1] if mode == "step" else list(dict.fromkeys(pixels[: number + 1]))
         assert turn.items == request.items == tuple(told)
         placed = [item for _, item in items_along(turn.prompt_ids, turn.items)]
         assert placed == (told if mode == "step" else pixels[: number + 1])
         assert (turn.prompt_ids < 0).sum() == 9 * len(placed), "a token for two by two cells"
-        words = worker.managers["Board"].renderer.tokenizer.decode(vocabulary_ids(turn.prompt_ids))
+        words = engine.renderer.tokenizer.decode(vocabulary_ids(turn.prompt_ids))
         assert words.endswith(f"<|vision_end|>{number + 1}<|im_end|>\n<|im_start|>assistant\n")
         assert turn.observation == "[picture 84x84]"
     frames = [np.asarray(Image.open(io.BytesIO(frame))) for frame in trajectory.frames]
@@ -276,14 +263,14 @@ def test_a_policy_gets_the_pictures_of_its_turns(mode, picture_folder):
     assert rows == ((tuple(dict.fromkeys(pixels[:4])),) if mode == "traj" else tuple((each,) for each in pixels[:4]))
 
 
-def test_a_program_that_acts_gets_no_pictures(picture_folder):
+async def test_a_program_that_acts_gets_no_pictures():
     agent = {"type": "python", "path": "tests.support.agents:nothing"}
     config = CustomEnvConfig(env_type="sokoban", env_config={"render_mode": "rgb_array"}, agent=agent)
     worker = EnvironmentWorker("envs", 0, 1, {})
     worker.context = EnvWorkerContext({"Board": config}, "", "native", SamplingParams(), LengthLimits(9, 9), 0)
     worker._idle, worker._threads, worker._locks, worker._pictures = defaultdict(list), CallThreads(), {}, AsTheyAre()
     with pytest.raises(EnvProtocolError, match="an agent program without"):
-        asyncio.run(worker._take_runner("Board").reset(1))
+        await worker._take_runner("Board").reset(1)
 
 
 @pytest.fixture(scope="module")

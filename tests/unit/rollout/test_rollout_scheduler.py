@@ -4,7 +4,6 @@ import asyncio
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -99,21 +98,39 @@ def folder(started: Cluster) -> Path:
 
 
 @pytest.fixture
-def scheduler(started: Cluster, folder: Path) -> Callable[..., RolloutScheduler]:
+def errors() -> list[BaseException]:
+    """What schedulers have recovered from."""
+    return []
+
+
+@pytest.fixture
+def scheduler(started: Cluster, folder: Path, errors: list[BaseException]) -> Iterator[Callable[..., RolloutScheduler]]:
+    made: list[RolloutScheduler] = []
+
+    def recover(error: BaseException) -> None:
+        errors.append(error)
+        for rank in started.dead():
+            started.restart(rank)
+
     def make(**options: Any) -> RolloutScheduler:
-        def recover(error: BaseException) -> None:
-            make.errors.append(error)  # type: ignore[attr-defined]
-            for rank in started.dead():
-                started.restart(rank)
+        made.append(RolloutScheduler(PLAN, started, **{"recover": recover, "rpc_timeout": 30.0, **options}))
+        return made[-1]
 
-        make.errors = []  # type: ignore[attr-defined]
-        return RolloutScheduler(PLAN, started, **{"recover": recover, "rpc_timeout": 30.0, **options})
-
-    return make
+    yield make
+    for each in made:
+        each.close()
 
 
 def notes(folder: Path) -> list[list[str]]:
     return [line.split() for line in (folder / "notes").read_text().splitlines()]
+
+
+def started_ids(folder: Path) -> list[int]:
+    return sorted(int(note[1]) for note in notes(folder) if note[0] == "play")
+
+
+def ids(groups: Iterable[RolloutGroup]) -> list[int]:
+    return [group.group_id for group in groups]
 
 
 def test_a_group_id_decides_tag_and_seed():
@@ -122,14 +139,13 @@ def test_a_group_id_decides_tag_and_seed():
     assert {(spec.group_size, spec.redundancy, spec.greedy) for spec in specs} == {(4, 1, False)}
     assert len({spec.env_seed for spec in specs}) == 300
     assert [PLAN.spec(group_id) for group_id in range(300)] == specs
-    other = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="val")
-    again = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=8, name="train")
-    seeds = [{plan.spec(group_id).env_seed for group_id in range(300)} for plan in (PLAN, other, again)]
-    assert len(set.union(*seeds)) == 900
-    options = {"tags": ("A",), "slots_per_tag": (1,), "group_size": 1, "redundancy": 0, "seed": 7, "name": "val"}
-    sampled, greedy = GroupPlan(**options), GroupPlan(**options, greedy=True)  # type: ignore[arg-type]
-    assert [greedy.spec(n).env_seed for n in range(9)] == [sampled.spec(n).env_seed for n in range(9)]
+    plans = PLAN, replace(PLAN, name="val"), replace(PLAN, seed=8)
+    assert len({plan.spec(group_id).env_seed for plan in plans for group_id in range(300)}) == 900
+    greedy = replace(PLAN, greedy=True)
+    assert [greedy.spec(n).env_seed for n in range(9)] == [PLAN.spec(n).env_seed for n in range(9)]
     assert greedy.spec(0).greedy
+    recorded = [replace(PLAN, num_recorded=2).spec(n).record for n in range(4)]
+    assert recorded == [True, True, False, False] and not PLAN.spec(0).record
     weighted = replace(PLAN, weights=(1.0, 3.0))
     tags = [weighted.spec(group_id).tag for group_id in range(200)]
     assert all(abs(tags[:n].count("A") - n / 4) < 1 for n in range(201))
@@ -140,7 +156,7 @@ def test_a_group_id_decides_tag_and_seed():
 def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(scheduler, folder):
     arrived: list[int] = []
     groups = scheduler().collect(12, first=10, on_group=lambda group: arrived.append(group.group_id))
-    assert [group.group_id for group in groups] == list(range(10, 22))
+    assert ids(groups) == list(range(10, 22))
     assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(10, 22)]
     assert sorted(arrived) == list(range(10, 22))
     played = notes(folder)
@@ -155,19 +171,16 @@ def test_no_more_groups_run_than_are_allowed(scheduler, folder):
     assert ids(scheduler(max_running=99).collect(6)) == list(range(6)), "the plan has three slots"
 
 
-def test_groups_of_a_dead_worker_are_played_again(scheduler, folder):
+def test_groups_of_a_dead_worker_are_played_again(scheduler, folder, errors):
     for order in ("die-2", "die-5"):
         (folder / order).touch()
-    collecting = scheduler()
-    groups = collecting.collect(9)
+    groups = scheduler().collect(9)
     assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(9)]
-    errors = scheduler.errors  # type: ignore[attr-defined]
     assert {type(error) for error in errors} == {WorkerDiedError}
     assert len(errors) <= 2  # one recovery when both died at once
     assert {error.role for error in errors} == {"envs"}
     assert {error.call for error in errors} <= {f"run_group({n})" for n in range(9)}
-    counts = Counter(int(note[1]) for note in notes(folder) if note[0] == "play")
-    assert min(counts[2], counts[5]) >= 2
+    assert min(started_ids(folder).count(number) for number in (2, 5)) >= 2
 
 
 def test_what_cannot_be_recovered_ends_the_rollout_and_a_hung_group_is_named(scheduler, folder, monkeypatch):
@@ -199,14 +212,6 @@ def test_a_tick_may_stop_the_rollout(scheduler, folder):
         scheduler(on_tick=stop).collect(3)
     # Two groups arrive, then nothing does, and the ticks go on.
     assert 0.9 < ticks[3] - ticks[2] < 5
-
-
-def ids(groups: Iterable[RolloutGroup]) -> list[int]:
-    return [group.group_id for group in groups]
-
-
-def started_ids(folder: Path) -> list[int]:
-    return sorted(int(note[1]) for note in notes(folder) if note[0] == "play")
 
 
 @pytest.mark.parametrize("order", ["", "die-3", "engine-4"])
@@ -275,16 +280,12 @@ def test_extra_groups_do_not_stretch_the_cap(scheduler, folder):
 
 def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(scheduler, folder):
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
-    try:
-        for step in range(1, 5):
-            groups = collecting.take(admission, step, accept=lambda group: group.group_id != 4).groups
-            expected = [n for n in range(20) if n != 4][3 * step - 3 : 3 * step]
-            assert ids(groups) == expected
-            wait_until(lambda step=step: len(collecting.groups) == 3)  # type: ignore[misc]
-            assert started_ids(folder) == list(range(3 * (step + 1) + (step > 0))), "and none beyond the lag"
-            admission.commit()
-    finally:
-        collecting.close()
+    for step in range(1, 5):
+        groups = collecting.take(admission, step, accept=lambda group: group.group_id != 4).groups
+        assert ids(groups) == [n for n in range(20) if n != 4][3 * step - 3 : 3 * step]
+        wait_until(lambda step=step: len(collecting.groups) == 3)  # type: ignore[misc]
+        assert started_ids(folder) == list(range(3 * (step + 1) + (step > 0))), "and none beyond the lag"
+        admission.commit()
 
 
 def test_a_stop_before_rollouts_beside_have_begun_leaves_nothing_to_wait_until(scheduler, monkeypatch):
@@ -303,34 +304,28 @@ def test_a_stop_before_rollouts_beside_have_begun_leaves_nothing_to_wait_until(s
 
 
 @pytest.mark.parametrize("order", ["die-4", "engine-5"])
-def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(scheduler, folder, order):
+def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(scheduler, folder, errors, order):
     (folder / order).touch()
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
-    try:
-        assert ids(collecting.take(admission, 1).groups) == [0, 1, 2]
-        wait_until(lambda: collecting._failure is not None)
-        assert scheduler.errors == []  # type: ignore[attr-defined]
-        admission.commit()
-        assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
-        assert len(scheduler.errors) == 1  # type: ignore[attr-defined]
-    finally:
-        collecting.close()
+    assert ids(collecting.take(admission, 1).groups) == [0, 1, 2]
+    wait_until(lambda: collecting._failure is not None)
+    assert errors == []
+    admission.commit()
+    assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
+    assert len(errors) == 1
 
 
 def test_rollouts_go_on_beside_training_after_a_loss_that_a_batch_had_not_to_wait_until(scheduler, folder):
     admission, collecting = Admission(3, ahead=6), scheduler(beside=True)
-    try:
-        collecting.take(admission, 1)
-        wait_until(lambda: len(collecting.groups) == 6)
-        (folder / "engine-9").touch()
-        admission.commit()
-        assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
-        wait_until(lambda: collecting._failure is not None)
-        admission.commit()
-        assert ids(collecting.take(admission, 3).groups) == [6, 7, 8]
-        wait_until(lambda: sorted(collecting.groups) == [9, 10, 11, 12, 13, 14])
-    finally:
-        collecting.close()
+    collecting.take(admission, 1)
+    wait_until(lambda: len(collecting.groups) == 6)
+    (folder / "engine-9").touch()
+    admission.commit()
+    assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
+    wait_until(lambda: collecting._failure is not None)
+    admission.commit()
+    assert ids(collecting.take(admission, 3).groups) == [6, 7, 8]
+    wait_until(lambda: sorted(collecting.groups) == [9, 10, 11, 12, 13, 14])
 
 
 def test_groups_of_another_configuration_are_played_again_after_a_resume(scheduler, folder):
@@ -349,7 +344,7 @@ def test_groups_of_another_configuration_are_played_again_after_a_resume(schedul
     collecting.close()
     assert [(group.group_id, group.tag) for group in collected.groups] == [(n, tags[n]) for n in (0, 1, 2, 4)]
     assert collected.rejected == rejected[:1]
-    assert sorted(int(note[1]) for note in notes(folder) if note[0] == "play") == [1, 2, 4]
+    assert started_ids(folder) == [1, 2, 4]
     assert collecting.commit(admission) == {"trained": 4, "settled": 1, "waiting": 0}
 
 
@@ -383,9 +378,7 @@ def test_a_resumed_run_goes_on_with_another_filter(scheduler, folder):
     second = scheduler(beside=True)
     second.restore(admission, finished)
     collected = second.take(admission, 1, max_batches=2)
-    second.close()
-    assert [group.group_id for group in collected.groups] == [4, 5]
-    assert [group.group_id for group in collected.rejected] == [0, 1, 2, 3]
+    assert ids(collected.groups) == [4, 5] and ids(collected.rejected) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

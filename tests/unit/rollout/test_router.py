@@ -70,42 +70,41 @@ class ScriptedEngine:
         elif order == FAIL_ODDLY:
             raise OddError(number, "odd")
         await asyncio.sleep(0.001 * (number % 7))  # answers come out of order
-        return Completion(
-            request.request_id, ids, np.zeros(len(ids), dtype=np.float32), reason, versions=np.full(len(ids), 5)
-        )
+        return Completion(request.request_id, ids, np.zeros(len(ids), np.float32), reason, np.full(len(ids), 5))
 
     async def abort(self, request_id: str) -> None:
         if request_id in self.aborted:  # others may be done, as far as an engine knows
             self.aborted[request_id].set()
 
 
-class CountingWorker(InferWorker):
-    """Counts the calls that reach it."""
+class Noting:
+    """A worker that notes the calls that reach it."""
 
-    submits = 0
-    polls = 0
-    broken = False
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.notes: list[Any] = []
 
+    async def take_notes(self) -> list[Any]:
+        notes, self.notes = self.notes, []
+        return notes
+
+
+class NotingInferWorker(Noting, InferWorker):
     async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> None:
-        self.submits += 1
+        self.notes.append("submit")
         await super().submit(client_id, requests)
 
     async def poll(self, client_id: str) -> Any:
-        self.polls += 1
-        if self.broken:
-            raise ZeroDivisionError
+        self.notes.append("poll")
         return await super().poll(client_id)
-
-    async def break_polls(self) -> None:
-        self.broken = True
 
     async def stats(self) -> dict[str, float]:
         return self.strategy.stats()  # type: ignore[attr-defined, no-any-return]
 
-    async def take_counts(self) -> tuple[int, int]:
-        counts = self.submits, self.polls
-        self.submits = self.polls = 0
-        return counts
+
+class BrokenInferWorker(InferWorker):
+    async def poll(self, client_id: str) -> Any:
+        raise ZeroDivisionError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,12 +113,21 @@ def session() -> Iterator[None]:
         yield
 
 
-def start_engine(continuous: bool = True) -> Any:
-    actor_cls: Any = ray.remote(CountingWorker).options(num_cpus=0.1)
-    worker = actor_cls.remote("infer", 0, 1, {})
-    config = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:ScriptedEngine"))
-    ray.get(worker.setup.remote(StrategyContext(config, "infer", ""), continuous), timeout=60)
+def start(worker_cls: type, role: str, *setup: Any) -> Any:
+    actor_cls: Any = ray.remote(worker_cls).options(num_cpus=0.1)
+    worker = actor_cls.remote(role, 0, 1, {})
+    ray.get(worker.setup.remote(*setup), timeout=60)
     return worker
+
+
+def taken_notes(workers: list[Any]) -> list[list[Any]]:
+    notes: list[list[Any]] = ray.get([worker.take_notes.remote() for worker in workers])
+    return notes
+
+
+def start_engine(worker_cls: type = NotingInferWorker, *, continuous: bool = True) -> Any:
+    config = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:ScriptedEngine"))
+    return start(worker_cls, "infer", StrategyContext(config, "infer", ""), continuous)
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +135,31 @@ def engines(session: None) -> list[Any]:
     return [start_engine(), start_engine()]
 
 
-def request(order: int, number: int, name: str = "same") -> GenerateRequest:
-    return GenerateRequest(name, np.array([order, number], dtype=np.int64))
+async def running_at(engines: Sequence[Any]) -> list[float]:
+    return [(await engine.stats.remote())["running"] for engine in engines]
+
+
+async def until_running(engines: Sequence[Any], numbers: list[float]) -> None:
+    """Waits until the engines have so many requests."""
+    while await running_at(engines) != numbers:
+        await asyncio.sleep(0.01)
+
+
+def request(order: int, number: int) -> GenerateRequest:
+    return GenerateRequest("same", np.array([order, number], dtype=np.int64))
 
 
 async def test_many_requests_travel_in_few_calls_and_each_answer_finds_its_caller(engines):
-    ray.get([engine.take_counts.remote() for engine in engines])
+    taken_notes(engines)
     client = GenerationClient(engines)
     completions = await asyncio.gather(*(client.generate(request(SAY, number)) for number in range(400)))
     assert [completion.token_ids.tolist() for completion in completions] == [[number, SAY] for number in range(400)]
     # Ids repeat between episodes of different groups; on the wire they do not, and the caller gets its own back.
     assert {completion.request_id for completion in completions} == {"same"}
     assert {completion.weight_version for completion in completions} == {5}
-    counts = ray.get([engine.take_counts.remote() for engine in engines])
-    assert [submits for submits, _ in counts] == [1, 1]
-    assert all(polls < 40 for _, polls in counts)
+    notes = taken_notes(engines)
+    assert [each.count("submit") for each in notes] == [1, 1]
+    assert all(each.count("poll") < 40 for each in notes)
 
 
 async def test_requests_go_to_the_engine_with_the_fewest_in_flight(engines):
@@ -177,13 +195,7 @@ async def test_a_caller_who_leaves_at_once_leaves_no_request_behind(engines):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await client.generate(request(SAY, 1))  # calls arrive in their order: all have been sent by now
-    while (running := await running_at(engines)) != [0, 0]:
-        await asyncio.sleep(0.01)
-    assert running == [0, 0]
-
-
-async def running_at(engines: Sequence[Any]) -> list[float]:
-    return [(await engine.stats.remote())["running"] for engine in engines]
+    await until_running(engines, [0, 0])
 
 
 async def test_clients_of_one_engine_do_not_meet_and_episodes_that_ask_turn_after_turn_share_the_line(engines):
@@ -207,12 +219,11 @@ async def test_an_error_of_the_engine_reaches_its_caller_and_no_other(engines):
 
 
 async def test_a_line_that_breaks_leaves_nobody_waiting():
-    engine = start_engine()
-    ray.get(engine.break_polls.remote())
+    engine = start_engine(BrokenInferWorker)
     client = GenerationClient([engine])
     waiting = [asyncio.create_task(client.generate(request(WAIT, n))) for n in range(3)]
     errors = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [isinstance(error, ZeroDivisionError) for error in errors] == [True] * 3
+    assert len(errors) == 3 and all(isinstance(error, ZeroDivisionError) for error in errors)
     ray.kill(engine)
 
 
@@ -220,13 +231,11 @@ async def test_cancelling_a_caller_aborts_its_request(engines):
     client = GenerationClient(engines[:1])
     before = (await engines[0].stats.remote())["aborted"]
     waiting = asyncio.create_task(client.generate(request(WAIT, 0)))
-    while await running_at(engines) != [1, 0]:
-        await asyncio.sleep(0.01)
+    await until_running(engines, [1, 0])
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    while await running_at(engines) != [0, 0]:
-        await asyncio.sleep(0.01)
+    await until_running(engines, [0, 0])
     assert (await engines[0].stats.remote())["aborted"] == before + 1
     late = await client.generate(request(SAY, 8))
     assert late.token_ids[0] == 8, "the aborted request's late answer disturbs nobody"
@@ -240,10 +249,7 @@ async def test_a_request_given_up_in_the_tick_it_was_made_is_never_sent(engines)
     with pytest.raises(asyncio.CancelledError):
         await dropped
     assert (await kept).token_ids[0] == 3
-    deadline = time.monotonic() + 10  # the engine counts the answered request until its call has ended
-    while ray.get(engines[0].stats.remote())["running"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert ray.get(engines[0].stats.remote())["running"] == 0
+    await until_running(engines, [0, 0])  # the engine counts the answered request until its call has ended
 
 
 async def test_a_dead_engine_fails_what_it_held_and_nothing_else(engines):
@@ -265,15 +271,13 @@ async def test_a_dead_engine_fails_what_it_held_and_nothing_else(engines):
 
 async def test_without_continuous_batching_a_new_batch_waits_for_the_one_before():
     """``generate_opt_level: 0``."""
-
     engine = start_engine(continuous=False)
     client = GenerationClient([engine])
     first = [asyncio.create_task(client.generate(request(WAIT, 6))) for _ in range(3)]
-    while (await engine.stats.remote())["running"] < 3:
-        await asyncio.sleep(0.01)
+    await until_running([engine], [3])
     second = [asyncio.create_task(client.generate(request(SAY, 5))) for _ in range(4)]
     await asyncio.sleep(0.05)
-    assert (await engine.stats.remote())["running"] == 3
+    assert await running_at([engine]) == [3]
     second.pop().cancel()  # given up while it waits: it is never begun
     for task in first:
         task.cancel()
@@ -295,37 +299,21 @@ class Obedient(Verifier):
         return RewardResult(float(sample.response), True, sample.response)
 
 
-class CountingRewardWorker(RewardWorker):
-    """Counts the calls and the answers that reach it."""
-
-    calls = 0
-    answers = 0
-    broken = False
-
+class NotingRewardWorker(Noting, RewardWorker):
     async def score(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
-        self.calls += 1
-        self.answers += len(samples)
-        if self.broken:
-            raise ZeroDivisionError
+        self.notes.append(len(samples))
         return await super().score(samples)
 
-    async def break_down(self) -> None:
-        self.broken = True
 
-    async def take_counts(self) -> tuple[int, int]:
-        counts = self.calls, self.answers
-        self.calls = self.answers = 0
-        return counts
+class BrokenRewardWorker(RewardWorker):
+    async def score(self, samples: Sequence[Sample]) -> list[RewardResult | RewardError]:
+        raise ZeroDivisionError
 
 
-def start_worker() -> Any:
-    actor_cls: Any = ray.remote(CountingRewardWorker).options(num_cpus=0.1)
-    worker = actor_cls.remote("reward_numbers", 0, 1, {})
-    config = RewardConfig.model_validate(
-        {"tag_included": ["a"], "verifiers": [{"name": f"{__name__}:Obedient"}], "retries": 0}
-    )
-    ray.get(worker.setup.remote("numbers", config), timeout=60)
-    return worker
+def start_worker(worker_cls: type = NotingRewardWorker) -> Any:
+    verifiers = [{"name": f"{__name__}:Obedient"}]
+    config = RewardConfig.model_validate({"tag_included": ["a"], "verifiers": verifiers, "retries": 0})
+    return start(worker_cls, "reward_numbers", "numbers", config)
 
 
 @pytest.fixture(scope="module")
@@ -341,22 +329,17 @@ def sample(response: str) -> Sample:
     return Sample("?", response, None, "a")
 
 
-def counts(workers: list[Any]) -> list[tuple[int, int]]:
-    taken: list[tuple[int, int]] = ray.get([worker.take_counts.remote() for worker in workers])
-    return taken
-
-
 async def test_answers_of_one_tick_travel_in_one_call_to_each_worker_and_find_their_way_back(workers):
-    counts(workers)
+    taken_notes(workers)
     client = client_of(workers)
     verdicts = await asyncio.gather(*(client.send(sample(str(n))) for n in range(101)))
     assert [verdict.score for verdict in verdicts] == list(range(101))
     assert [verdict.parts for verdict in verdicts] == [{"Obedient/score": float(n)} for n in range(101)]
-    assert counts(workers) == [(1, 51), (1, 50)]
+    assert taken_notes(workers) == [[51], [50]]
 
 
 async def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers):
-    counts(workers)
+    taken_notes(workers)
     client = client_of(workers)
     waiting = [asyncio.create_task(client.send(sample("wait"))) for _ in range(3)]
     await asyncio.sleep(0.01)
@@ -364,7 +347,7 @@ async def test_an_answer_goes_to_the_worker_with_the_fewest_in_flight(workers):
         await client.send(sample("1"))
     for task in waiting:
         task.cancel()
-    assert counts(workers) == [(1, 2), (5, 5)]
+    assert taken_notes(workers) == [[2], [1] * 5]
 
 
 async def test_an_answer_that_cannot_be_judged_fails_alone(workers):
@@ -378,13 +361,13 @@ async def test_an_answer_that_cannot_be_judged_fails_alone(workers):
 
 
 async def test_an_answer_that_was_given_up_before_it_left_is_not_sent(workers):
-    counts(workers)
+    taken_notes(workers)
     client = client_of(workers)
     gone, stays = (asyncio.create_task(client.send(sample(text))) for text in "12")
     await asyncio.sleep(0)
     gone.cancel()
     assert (await stays).score == 2
-    assert sum(answers for _, answers in counts(workers)) == 1
+    assert sum(map(sum, taken_notes(workers))) == 1
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others(workers):
@@ -398,19 +381,14 @@ async def test_a_cancelled_caller_does_not_disturb_the_others(workers):
 
 
 async def test_what_breaks_a_worker_reaches_all_who_wait_for_it(session):
-    broken = start_worker()
-    ray.get(broken.break_down.remote())
-
-    client = client_of([broken])
+    client = client_of([start_worker(BrokenRewardWorker)])
     outcomes = await asyncio.gather(*(client.send(sample("1")) for _ in range(3)), return_exceptions=True)
     assert client._in_flight == [0]
     assert all(isinstance(error, ZeroDivisionError) for error in outcomes)
 
 
 async def test_a_dead_worker_is_an_engine_that_can_be_brought_back(session):
-    doomed = start_worker()
-
-    client = client_of([doomed])
+    client = client_of([start_worker()])
     scores = [client.send(sample(text)) for text in ("wait", "die", "1")]
     first = await asyncio.gather(*scores, return_exceptions=True)
     errors = [*first, *await asyncio.gather(client.send(sample("1")), return_exceptions=True)]

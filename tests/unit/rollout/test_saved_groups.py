@@ -1,7 +1,7 @@
-"""Groups that a checkpoint or a run has kept: equal in every field, recorded by versions, and taken for played ones."""
+"""Groups of episodes: kept by a run, taken for played ones, and sent by workers; always equal in every field."""
 
 import asyncio
-import json
+import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ import pytest
 
 from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.env import CustomEnvConfig
+from roll.data.columns import Item, expand
 from roll.data.prompts import Prompt
 from roll.data.requests import Completion, GenerateFn, GenerateRequest, SamplingParams
 from roll.pipeline.rollouts import read_rollouts, write_rollouts
@@ -21,11 +22,14 @@ from roll.rewards.types import RewardResult, Sample
 from roll.rollout.admission import Admission
 from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner
+from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.schedule import Schedule, step_record
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
-from tests.support.rollouts import RENDERER, assert_equal, group_of, make_trajectory, make_turn, sampled
+from roll.rollout.workers import FlatGroups, GroupWorker, Series
+from tests.support.lines import read_lines, write_lines
+from tests.support.rollouts import RENDERER, assert_equal, conversation, group_of, make_trajectory, make_turn, sampled
 
 LIMITS = LengthLimits(prompt_length=200, sequence_length=400)
 TEXT = "Zug \x00 \u2028 🏗 \\u0041 '\"\n"
@@ -86,11 +90,8 @@ async def prompt_episode(generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
 
 
 Play = Callable[[GenerateFn, EpisodeSpec], Awaitable[Trajectory]]
-PLAYS: dict[str, Play] = {
-    "step": partial(environment_episode, "step"),
-    "traj": partial(environment_episode, "traj"),
-    "prompt": prompt_episode,
-}
+PLAYS: dict[str, Play] = {mode: partial(environment_episode, mode) for mode in ("step", "traj")}
+PLAYS["prompt"] = prompt_episode
 
 
 def group(play: Play, number: int, *, record: bool) -> RolloutGroup:
@@ -132,8 +133,7 @@ def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path
     taken = replace(played, trajectories=(sampled(2, 2, 3),), baseline=replace(sampled(0), member=-1))
     settled = RolloutGroup(3, "A", (sampled(1, 2), replace(sampled(), member=1)))
     record = step_record(Admission(1, 2, 3, step=7), Collected([taken], [settled]))
-    path = tmp_path / "schedule.jsonl"
-    path.write_text(json.dumps(record) + "\n")
+    path = write_lines(tmp_path / "schedule.jsonl", [record])
     schedule = Schedule.read(path)
     assert schedule.limits == {(1, 2, 3)} and schedule.steps.keys() == {7}
     assert (schedule.steps[7].taken, schedule.steps[7].settled) == ({1}, {3})
@@ -141,7 +141,7 @@ def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path
     assert [schedule.num_tokens(version) for version in range(5)] == [1, 1, 3, 1, 0]
     assert (schedule.first_version, schedule.without({1}).first_version) == (0, 1)
     assert schedule.without({1, 3}).first_version is None
-    path.write_text('{"step": 1}\n')
+    write_lines(path, [{"step": 1}])
     with pytest.raises(ValueError, match=r"line 1 is not one of a schedule.jsonl \(KeyError\('groups'\)\)"):
         Schedule.read(path)
 
@@ -159,8 +159,7 @@ def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path):
     steps = {1: Collected([numbered(0), numbered(2)], [numbered(1)]), 2: Collected([numbered(3), numbered(4)], [])}
     for step, collected in steps.items():
         write_rollouts(str(tmp_path), step, collected)
-    lines = (tmp_path / "step-00001" / "episodes.jsonl").read_text().splitlines()
-    read = [json.loads(line) for line in lines]
+    read = read_lines(tmp_path / "step-00001" / "episodes.jsonl")
     assert [(each["group_id"], each["trained"]) for each in read] == [(0, True), (2, True), (1, False)]
 
     admission, player = Admission(2), scheduler()
@@ -179,3 +178,126 @@ def test_kept_rollouts_are_taken_as_if_they_had_been_played(tmp_path):
 def test_rollouts_of_other_batches_are_refused(numbers):
     with pytest.raises(ValueError, match=r"expected 2 from 0 on"):
         scheduler().take_found(Admission(2), 1, Collected([numbered(number) for number in numbers], []))
+
+
+# --- workers: groups are started and fetched many at a time, the arrays of all turns arrive as four
+
+
+FIRST, SECOND = Series("driver", 0), Series("driver", 1)
+
+
+class Player(GroupWorker):
+    """Plays groups when it is told to; those with odd numbers fail."""
+
+    def __init__(self) -> None:
+        super().__init__("envs", 0, 1, {})
+        self.go = asyncio.Event()
+        self.cancelled: list[int] = []
+
+    async def run_group(self, spec: GroupSpec) -> RolloutGroup:
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(spec.group_id)
+            raise
+        if spec.group_id % 2:
+            raise KeyError(spec.group_id)
+        return RolloutGroup(spec.group_id, spec.tag, ())
+
+
+def specs(*numbers: int) -> list[GroupSpec]:
+    return [GroupSpec(number, "A", 0, 1) for number in numbers]
+
+
+async def fetched(player: Player, series: Series) -> tuple[list[int], list[int]]:
+    finished, *_ = await player.finished_groups(series)
+    return [group.group_id for group in finished.groups], finished.failed
+
+
+async def test_what_has_finished_is_fetched_once_and_failures_are_raised_when_asked_for():
+    player = Player()
+    await player.start_groups(FIRST, specs(0, 1, 2))
+    waiting = asyncio.create_task(fetched(player, FIRST))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    player.go.set()
+    assert await waiting == ([0, 2], [1])
+    with pytest.raises(KeyError, match="1"):
+        await player.failure(FIRST, 1)
+    await player.start_groups(FIRST, specs(4))
+    assert await fetched(player, FIRST) == ([4], [])
+
+
+async def test_a_series_that_is_given_up_ends_and_what_arrives_late_for_it_is_not_played():
+    player = Player()
+    await player.start_groups(FIRST, specs(0, 2))
+    waiting = asyncio.create_task(fetched(player, FIRST))
+    await asyncio.sleep(0)
+    await player.give_up(FIRST)
+    assert await waiting == ([], []), "who still waits is told at once"
+    assert player.cancelled == [0, 2]
+    await player.start_groups(FIRST, specs(4))  # sent before, on the way for longer
+    await player.start_groups(SECOND, specs(0))  # the same group again
+    player.go.set()
+    assert await fetched(player, FIRST) == ([], [])
+    assert await fetched(player, SECOND) == ([0], [])
+
+
+async def test_two_callers_do_not_meet():
+    player, other = Player(), Series("another", 5)
+    await player.start_groups(FIRST, specs(0))
+    await player.start_groups(other, specs(0, 2))
+    await player.give_up(other)
+    player.go.set()
+    assert await fetched(player, FIRST) == ([0], [])
+    assert await fetched(player, Series("another", 6)) == ([], [])
+
+
+def talk(member: int) -> Trajectory:
+    parts = [([1, 2], [3, 4], 0.5), ([5], [], 0.0), ([6, 7, 8], [9], 1.0 + member)]
+    return make_trajectory(conversation(parts), member=member)
+
+
+def there_and_back(*groups: RolloutGroup) -> tuple[list[RolloutGroup], int]:
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(FlatGroups.of(groups), protocol=5, buffer_callback=buffers.append)
+    return list(pickle.loads(data, buffers=buffers)), len(buffers)
+
+
+def test_groups_arrive_as_they_were_in_four_arrays():
+    steps = make_trajectory([make_turn([1, 2], [3, 4], 0.5), make_turn([1, 2], [], 0.0, -0.1)], history=False)
+    steps = replace(steps, info={"prompt_id": "p", "count": 3}, frames=(b"png", "text"))
+    groups = [
+        group_of(talk(0), steps, talk(1), number=7, dropped=2, errors=("fell",), baseline=talk(-1)),
+        group_of(steps, number=8),
+        group_of(number=9, dropped=4, errors=("lost",)),
+        group_of(talk(0), make_trajectory([]), number=10),
+    ]
+    assert_equal(there_and_back(*groups), (groups, 4))
+    assert there_and_back() == ([], 4)
+
+
+def test_a_conversation_is_there_once_and_does_not_keep_other_groups():
+    long = make_trajectory(conversation([([1] * 100, [2] * 100, 0.0)] * 20))
+    (group, _), _ = there_and_back(group_of(long), group_of(long, number=1))
+    assert len(expand(FlatGroups.of([group]).block.arrays["tokens_T"])) == 20 * 200
+    assert group.trajectories[0].turns[0].prompt_ids.base is None
+
+
+def test_what_is_no_conversation_though_it_should_be_one_arrives_too():
+    turns = [make_turn([1, 2], [3]), make_turn([1, 2, 4, 5], [6]), make_turn([1], [2]), make_turn([1, 2, 3], [4])]
+    group = group_of(make_trajectory(turns))
+    assert_equal(there_and_back(group)[0], [group])
+
+
+def test_pictures_lie_in_a_block_of_their_own_which_is_not_kept_for_those_that_are_known():
+    cat, dog = (Item(np.full((4, 4, 3), shade, dtype=np.uint8)) for shade in (1, 2))
+    turns = [replace(make_turn([1], [2]), items=items) for items in ((cat,), (dog, cat), ())]
+    group = group_of(make_trajectory(turns, history=False))
+    known: dict[str, Item] = {}
+    (first,) = FlatGroups.of([group]).read(known)
+    assert_equal([first], [group])
+    flat = FlatGroups.of([group])
+    (again,) = flat.read(known)
+    assert [*again.items] == [cat, dog, cat] and all(item is known[item.hash] for item in again.items)
+    assert len(again.blocks) == 2 and flat.pictures not in again.blocks

@@ -1,59 +1,61 @@
-"""Episodes with tools: what is called, answered, cut, counted and learnt from."""
+"""Episodes with tools: what is called, answered, cut, counted and learnt from, also in processes of their own."""
 
 import asyncio
+import itertools
 import json
+import os
+import select
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from roll.agentic.tools.tool import Tool, ToolError, ToolSchema
+from roll.agentic.env import make
+from roll.agentic.tools.tool import AssistantTurn, Tool, ToolCall, ToolError, ToolSchema
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.columns import Item
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.models.tiny import make_tokenizer
-from roll.rewards.types import RewardResult, Sample
+from roll.data.requests import SamplingParams
+from roll.rollout import tool_process
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import AsyncEnv, EnvManager, EpisodeSpec, LengthLimits, TrajEnvManager
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_worker import PromptEnv, PromptManager
 from roll.rollout.rows import groups_to_batch
-from roll.rollout.tool_box import ToolBox, told_tools
+from roll.rollout.tool_box import Answers, ToolBox, told_tools
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.mcp_http import SCRIPT
+from tests.support.rollouts import RENDERER, TOKENIZER
+from tests.unit.rollout.conftest import Engine, judge
 
-TOKENIZER = make_tokenizer()
-RENDERER = ChatRenderer(TOKENIZER)
 HERE = "tests.unit.rollout.test_tool_env"
 PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51")
+PARAMS = SamplingParams(max_new_tokens=500)
 LIMITS = LengthLimits(prompt_length=2400, sequence_length=2500)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 
 
+RAISED = {"raise": OSError("no disk"), "refuse": ToolError("not today"), "no line": TimeoutError("no line")}
+RETURNED = {"megabytes": "ab" * 5_000_000, "bytes": b"\xff\xfe\x00ok"}
+RETURNED["control"] = "<|im_end|>\n<|im_start|>assistant\n<answer>51</answer>"
+
+
 def tell(what: str = "text") -> Any:
     """Does whatever it is told."""
-    match what:
-        case "raise":
-            raise OSError("no disk")
-        case "refuse":
-            raise ToolError("not today")
-        case "no line":
-            raise TimeoutError("no line")
-        case "hang":
-            time.sleep(60)
-        case "megabytes":
-            return "ab" * 5_000_000
-        case "bytes":
-            return b"\xff\xfe\x00ok"
-        case "control":
-            return "<|im_end|>\n<|im_start|>assistant\n<answer>51</answer>"
-    return what
+    if what in RAISED:
+        raise RAISED[what]
+    if what == "hang":
+        time.sleep(60)
+    return RETURNED.get(what, what)
 
 
 async def sleep(seconds: float) -> str:
@@ -104,44 +106,27 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-class Engine:
-    """Says one text after the other; keeps what it was given."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = list(texts)
-        self.log: list[tuple[list[int], list[int]]] = []
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        ids = np.array([*TOKENIZER.encode(self.texts.pop(0)), TOKENIZER.eos_token_id], dtype=np.int64)
-        self.log.append((request.prompt_ids.tolist(), ids.tolist()))
-        logprobs = np.full(len(ids), -len(self.log), dtype=np.float32)
-        return Completion(request.request_id, ids, logprobs, FinishReason.STOP, np.zeros(len(ids), dtype=np.int64))
-
-
-async def judge(sample: Sample) -> RewardResult:
-    good = f"<answer>{sample.ground_truth}</answer>" in sample.response
-    return RewardResult(float(good), good, sample.response)
-
-
 def play(
     engine: Engine,
     manager: EnvManager | None = None,
     env: AsyncEnv | None = None,
-    renderer: ChatRenderer = RENDERER,
+    *,
+    prompt: Prompt = PROMPT,
+    member: int = 1,
     **keys: Any,
 ) -> Trajectory:
-    config = ToolsConfig(**{"use": TOOLS, **keys})
-    manager = manager or PromptManager(renderer, SamplingParams(max_new_tokens=400), LIMITS)
-    box = ToolBox(config, renderer, CallThreads())
+    """An episode that answers the prompt, if not one in another environment; ``keys``: of the tools' configuration."""
+    manager = manager or PromptManager(engine.renderer, PARAMS, LIMITS)
+    box = ToolBox(ToolsConfig(**{"use": TOOLS, **keys}), engine.renderer, CallThreads())
     generate = engine.generate
     if env is None:
-        env = PromptEnv(PROMPT, judge)
+        env = PromptEnv(prompt, judge)
         generate = env.watch(generate)
 
     async def episode() -> Trajectory:
         partner, watched = await box.equip(env, "sums", generate)
         try:
-            return await manager.run_episode(partner, watched, EPISODE)
+            return await manager.run_episode(partner, watched, replace(EPISODE, member=member))
         finally:
             await box.close()
 
@@ -156,6 +141,7 @@ def results(trajectory: Trajectory) -> list[str]:
 def test_a_call_is_answered_and_the_answer_is_judged():
     engine = Engine(call("calculator", expression="17*3"), "<answer>51</answer>")
     trajectory = play(engine)
+    group = RolloutGroup(5, "sums", (trajectory,))
     assert trajectory.success and trajectory.end == "terminated" and trajectory.score == 1.0
     assert results(trajectory) == ["51"]
     assert [turn.action for turn in trajectory.turns] == ["calculator", "<answer>51</answer>"]
@@ -163,14 +149,14 @@ def test_a_call_is_answered_and_the_answer_is_judged():
     # What was sampled stays as it was, and what the tool said is not learnt from.
     (first, said), (second, _) = engine.log
     assert second[: len(first) + len(said)] == first + said
-    batch = groups_to_batch([RolloutGroup(5, "sums", (trajectory,))], ["sums"])
+    batch = groups_to_batch([group], ["sums"])
     assert batch.num_sequences == 1
     assert batch.tokens_T[batch.loss_mask_T].tolist() == [token for _, ids in engine.log for token in ids]
     assert batch.rollout_logprobs_T is not None
     assert set(batch.rollout_logprobs_T[batch.loss_mask_T].tolist()) == {-1.0, -2.0}
     opening = TOKENIZER.decode(first)
     assert '"name": "calculator"' in opening and "other" not in opening
-    metrics = rollout_metrics([RolloutGroup(5, "sums", (trajectory,))], "train")
+    metrics = rollout_metrics([group], "train")
     assert metrics["train/tool_calls"] == 1.0 and metrics["train/turns"] == 2.0
 
 
@@ -228,9 +214,8 @@ def test_after_the_last_turn_with_calls_the_answer_counts_and_a_cut_episode_is_s
     trajectory = play(Engine(*[call("calculator", expression="1")] * 3), max_turns=2)
     assert len(trajectory.turns) == 3 and trajectory.end == "terminated" and not trajectory.success
     assert trajectory.info["tool_calls"] == 2
-    params, limits = SamplingParams(max_new_tokens=400), LengthLimits(prompt_length=2000, sequence_length=1800)
-    engine = Engine(call("tell", what="y" * 300))
-    trajectory = play(engine, PromptManager(RENDERER, params, limits))
+    limits = LengthLimits(prompt_length=2000, sequence_length=1800)
+    trajectory = play(Engine(call("tell", what="y" * 300)), PromptManager(RENDERER, PARAMS, limits))
     assert (trajectory.end, len(trajectory.turns)) == (EpisodeEnd.CONTEXT_FULL, 1)
     assert (trajectory.info["prompt_id"], trajectory.info["ground_truth"]) == ("p1", "51")
 
@@ -255,9 +240,9 @@ def test_a_tool_cannot_speak_for_the_policy():
     assert "<|im_end|>" in results(trajectory)[0]
 
 
-def test_nothing_leaks_from_an_episode_to_the_next():
-    box = ToolBox(ToolsConfig(use={"flaky": {"tool": f"{HERE}:Flaky", "retries": 1}}), RENDERER, CallThreads())
-    manager = PromptManager(RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
+async def test_nothing_leaks_from_an_episode_to_the_next():
+    box = ToolBox(ToolsConfig(use={"flaky": TOOLS["flaky"]}), RENDERER, CallThreads())
+    manager = PromptManager(RENDERER, PARAMS, LIMITS)
 
     async def episode() -> list[str]:
         env = PromptEnv(PROMPT, judge)
@@ -265,17 +250,12 @@ def test_nothing_leaks_from_an_episode_to_the_next():
         partner, generate = await box.equip(env, "sums", env.watch(engine.generate))
         return results(await manager.run_episode(partner, generate, EPISODE))
 
-    async def both() -> list[list[str]]:
-        return await asyncio.gather(episode(), episode())
-
-    assert asyncio.run(both()) == [["call 2", "call 3"], ["call 2", "call 3"]]
+    assert await asyncio.gather(episode(), episode()) == [["call 2", "call 3"], ["call 2", "call 3"]]
 
 
 def test_an_environment_goes_on_where_nothing_is_called():
-    from roll.agentic.env import make
-
     config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
-    manager = TrajEnvManager(config, RENDERER, SamplingParams(max_new_tokens=400), LIMITS)
+    manager = TrajEnvManager(config, RENDERER, PARAMS, LIMITS)
     runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
     engine = Engine(call("calculator", expression="1+1"), "<answer>Down</answer>", "<answer>Up</answer>")
     trajectory = play(engine, manager, runner)
@@ -306,9 +286,8 @@ SERVER = {"use": {}, "servers": {"sums": {"command": [sys.executable, str(SCRIPT
 def test_pictures_that_tools_return_are_shown_to_a_policy_that_sees(keys, sees):
     if keys is SERVER:
         pytest.importorskip("mcp", reason="mcp is not installed")
-    engine = Engine(call("draw", grey=7), call("draw", grey="x"), "<answer>51</answer>")
-    manager = PromptManager(sees, SamplingParams(max_new_tokens=400), LIMITS)
-    trajectory = play(engine, manager, renderer=sees, pictures=True, **keys)
+    engine = Engine(call("draw", grey=7), call("draw", grey="x"), "<answer>51</answer>", renderer=sees)
+    trajectory = play(engine, pictures=True, **keys)
     item = Item(np.full((16, 16, 3), 7, np.uint8))
     assert trajectory.success and [turn.items for turn in trajectory.turns] == [(), (item,), (item,)]
     shown, failed = results(trajectory)
@@ -329,3 +308,144 @@ def test_a_policy_without_pictures_is_told_what_it_misses(sees):
         play(Engine("never"), pictures=True, **FUNCTION)
     silent = ChatRenderer(sees.tokenizer, "{% for m in messages %}{{ m['role'] }}{% endfor %}", sees.pictures)
     assert sees.shows_results and not silent.shows_results
+
+
+# --- tools in processes of their own: whatever a call does, it is answered, counted, and gone
+
+
+SUPPORT = "tests.support.acting_tool"
+IN_PROCESSES = {"act": "act", "wait": "wait", "remember": "Remembering"}
+
+
+class Box:
+    """Calls tools of one box, each of which is an episode's unless ``states`` are given."""
+
+    def __init__(self, **keys: Any) -> None:
+        limits = {key: keys.pop(key) for key in ("max_tool_response_tokens", "max_parallel_calls") if key in keys}
+        entry = {"isolation": "process", "timeout": 30, "memory_mb": 256, **keys}
+        use = {name: {"tool": f"{SUPPORT}:{target}", **entry} for name, target in IN_PROCESSES.items()}
+        self.box = ToolBox(ToolsConfig(use=use, **limits), RENDERER, CallThreads())
+
+    async def __aenter__(self) -> "Box":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.box.close()
+
+    async def calls(self, name: str, *calls: dict[str, Any], states: dict[str, Any] | None = None) -> Answers:
+        await self.box.schemas("sums")
+        turn = AssistantTurn("", tuple(ToolCall(f"call0000{n}", name, each) for n, each in enumerate(calls)))
+        return await self.box.answer(turn, list(IN_PROCESSES), {} if states is None else states)
+
+    async def call(self, name: str, states: dict[str, Any] | None = None, **arguments: Any) -> tuple[str, Counter[str]]:
+        answers = await self.calls(name, arguments, states=states)
+        return answers.messages[0]["content"], +answers.counts
+
+
+def are_gone(pids: list[int], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while left := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]:
+        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in left]
+        if set(states) == {"Z"}:
+            break
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+FAILED = {
+    "exit": "error: its process died (exit code 3)",
+    "leave a thread of the pipe": "error: its process died (exit code 4)",
+    "segfault": "error: its process died (SIGABRT)",
+    "sys.exit": "error: SystemExit: 3",
+    "memory": "error: MemoryError: ",
+    "raise": "error: OSError: no disk",
+    "refuse": "error: not today ?",
+}
+ANSWERED = {
+    "bytes": "\ufffd\ufffd\x00ok",
+    "half": "half ? of it",
+    "print": "print",
+    "fork": "fork",
+    "count": "1",  # what a call changes is gone with it
+}
+
+
+async def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_works(tmp_path):
+    async with Box(processes=1) as box:
+        found = {what: await box.call("act", what=what, path=str(tmp_path / what)) for what in (*FAILED, *ANSWERED)}
+    assert {what: text for what, (text, _) in found.items()} == FAILED | ANSWERED
+    for what, (_, counts) in found.items():
+        assert counts == ({"tool_calls": 1, "failed_calls": 1} if what in FAILED else {"tool_calls": 1})
+    assert are_gone([int(pid) for pid in (tmp_path / "fork").read_text().split()])
+
+
+async def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
+    async with Box(timeout=1.0, processes=1) as box:
+        hung = await box.call("act", what="hang", path=str(tmp_path / "pids"))
+        gone = are_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+        waited, counted = await box.call("wait", seconds=600), await box.call("act", what="count")
+    late = {"tool_calls": 1, "failed_calls": 1, "call_timeouts": 1}
+    assert hung == ("error: act took longer than 1 s", late) and gone
+    assert waited == ("error: wait took longer than 1 s", late)
+    assert counted == ("1", {"tool_calls": 1})
+
+
+async def test_waiting_for_a_free_process_is_no_part_of_a_call():
+    async with Box(timeout=1.0, processes=1, max_parallel_calls=8) as box:
+        answers = await box.calls("act", *({"what": "sleep"} for _ in range(8)))
+        assert [message["content"] for message in answers.messages] == ["sleep"] * 8
+
+
+async def test_state_is_an_episodes_own_and_must_be_json():
+    async with Box() as box:
+        mine: dict[str, Any] = {}
+        yours: dict[str, Any] = {}
+        said = [
+            await box.call("remember", states, word=word)
+            for states, word in ((mine, "a"), (yours, "b"), (mine, "c"), (mine, "object"), (mine, "d"))
+        ]
+        assert mine == {"remember": {"words": ["a", "c", "d"]}} and yours == {"remember": {"words": ["b"]}}
+    assert [text for text, _ in said[:3]] == ["a", "b", "a c"]
+    assert said[3][0].startswith("error: its state is not JSON, which isolation: process needs: ")
+    assert said[4] == ("a c d", {"tool_calls": 1})
+
+
+@pytest.mark.parametrize("size", [2 * 64 * 8 - 1, 2 * 64 * 8, 2 * 64 * 8 + 1, 10_000_000])
+async def test_long_results_are_cut_as_they_are_without_a_process(size):
+    cut = []
+    for isolation in ("process", "none"):
+        async with Box(isolation=isolation, max_tool_response_tokens=8) as box:
+            cut.append((await box.call("act", what=str(size)))[0])
+    in_process, here = cut
+    assert in_process == here and "left out" in here
+
+
+async def test_a_call_that_is_given_up_leaves_nothing(tmp_path):
+    async with Box(processes=1) as box:
+        path = tmp_path / "pids"
+        task = asyncio.create_task(box.call("act", what="hang", path=str(path)))
+        while not (path.exists() and len(path.read_text().split()) == 2):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        first, _ = map(int, path.read_text().split())
+        assert (are_gone([first]), (await box.call("act", what="count"))[0]) == (True, "1")
+
+
+def test_a_reply_that_comes_between_the_looks_at_the_pipe_and_at_the_process_counts(monkeypatch):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writing, b'{"text": "done"}\n')
+        os._exit(1)
+    os.close(writing)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    pipe, first = select.poll(), itertools.chain([True], itertools.repeat(False))
+    pipe.register(reading, select.POLLIN)
+    nothing_yet = SimpleNamespace(register=lambda *_: None, poll=lambda wait: [] if next(first) else pipe.poll(wait))
+    monkeypatch.setattr(tool_process.select, "poll", lambda: nothing_yet)
+    line, status = tool_process._wait(pid, reading, time.monotonic() + 10)
+    os.close(reading)
+    assert line == b'{"text": "done"}\n' and status is not None
