@@ -13,9 +13,9 @@ from roll.distributed.strategy.fsdp2 import muon
 from roll.distributed.strategy.fsdp2.muon import layer_matrices, number_format
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
-from tests.integration.test_fsdp2 import make_context
+from tests.integration.test_fsdp2 import make_context, state_of
 from tests.support.picture_models import make_picture_model
-from tests.support.ranks import enter_rank, leave_rank, run_ranks, whole
+from tests.support.ranks import enter_rank, leave_rank, run_ranks
 from tests.support.trainers import VOCABULARY, make_batch, policy_loss
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -34,15 +34,6 @@ def make_trainer(model: Path, strategy: dict[str, Any] | None = None, **kwargs: 
     trainer = Fsdp2Train(make_context(model, strategy, training_args=args, max_grad_norm=0.0, **kwargs))
     trainer.setup()
     return trainer
-
-
-def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
-    weights = trainer.weights
-    return {
-        f"{name}.{kind}": whole(weights, name, kind).contiguous()
-        for name in weights.trained
-        for kind in (*weights.kinds(name), MASTER)
-    }
 
 
 def given_steps(trainer: Fsdp2Train) -> dict[str, Tensor]:
