@@ -1,6 +1,6 @@
-"""``fsdp2_train``: the same step whatever the cutting, the sharding and the number of processes; exact continuation.
+"""``fsdp2_train``: the same step whatever the cutting, exact continuation, what is offloaded, and what is refused.
 
-Of whole files, and of checkpoints in shards; and with activations that are offloaded.
+And ``optimizer: muon``: PyTorch's Muon on one rank, the same bits in every layout and after resuming; its matrices.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.algorithms.losses import build_policy_loss
@@ -22,19 +23,24 @@ from roll.configs.pipeline import PARTS
 from roll.configs.teacher import DivergenceConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.fsdp2 import strategy
+from roll.distributed.strategy.fsdp2 import muon, strategy
+from roll.distributed.strategy.fsdp2.muon import layer_matrices, number_format
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.checkpoint import restore_checkpoint
 from roll.distributed.strategy.training.module_trainer import use_liger_kernels
-from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
 from roll.models.loading import load_causal_lm
+from tests.support.picture_models import make_picture_model
 from tests.support.ranks import (
     assert_near,
+    enter_rank,
     exported,
     gathered,
+    leave_rank,
+    run_ranks,
     whole,
 )
-from tests.support.sizes import sizes
+from tests.support.sizes import save_random
 from tests.support.trainers import (
     ENTROPY_COEF,
     TEMPERATURE,
@@ -69,15 +75,8 @@ class ProbedTrain(Fsdp2Train):
         super().apply_gradients(rate, norm)
 
 
-def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **sizes(VOCABULARY, 32, 48, 2, 4, 2), tie_word_embeddings=tied, initializer_range=0.1, **kwargs
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    return path
+def make_model(path: Path, *, tied: bool = True) -> Path:
+    return save_random(path, "Qwen2", VOCABULARY, 32, 48, 2, 4, 2, tie_word_embeddings=tied)
 
 
 def make_context(model: Path, strategy: dict[str, Any] | None = None, **kwargs: Any) -> StrategyContext:
@@ -461,3 +460,143 @@ def test_log_probabilities_of_a_teacher_are_not_rounded_to_the_models_format(mod
     rounded = exact.replace(teacher_top_TK=top_TK.bfloat16().float(), teacher_tail_T=tail_T.bfloat16().float())
     found, other = (trainer.logprobs(each).divergence_T for each in (exact, rounded))
     assert (found - other)[batch.loss_mask_T].abs().min() > 1e-4
+
+
+# ---- Muon
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "four": {},
+    "groups": {"fsdp_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "replicas": {"fsdp_size": 1},
+    "offload": {"cpu_offload": True},
+}
+STEPS = 2
+# Without clipping: the gradient's norm is a sum over shares, which rounds differently in each layout.
+MUON: dict[str, Any] = {"training_args": {"optimizer": "muon"}, "max_grad_norm": 0.0}
+
+
+def given_steps(trainer: Fsdp2Train) -> dict[str, Tensor]:
+    """The state after steps with gradients that are drawn, not computed (collective)."""
+    weights, generator = trainer.weights, torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        for name, share in weights.trained.items():
+            gradient = torch.randn(weights.shape(name), generator=generator)
+            share.grad = weights.share(name, gradient).to(share.device).clone()
+        trainer._gradients = []
+        trainer.apply_gradients(0.01, 0.0)
+    return state_of(trainer)
+
+
+def train(trainer: Fsdp2Train, *, seeds: range = range(STEPS)) -> dict[str, Tensor]:
+    """The state after steps whose samples the first rank has alone: a sum over ranks adds zeros."""
+    for seed in seeds:
+        batch = make_batch(seed=seed)
+        rows = range(batch.num_sequences) if trainer.info.dp_rank == 0 else []
+        trainer.train_step(batch.select(list(rows)), policy_loss)
+    return state_of(trainer)
+
+
+def ranks_main(rank: int, port: int, folder: Path, model: Path) -> None:
+    enter_rank(port)
+    for name, config in LAYOUTS.items():
+        state = given_steps(make_trainer(model, config, rank=rank, world_size=4, **MUON))
+        if rank == 0:
+            save_file(state, folder / f"{name}.safetensors")
+    for name, config in {"trained": {}, "sharded": {"checkpoint": "sharded"}}.items():
+        trainer = make_trainer(model, config, rank=rank, world_size=4, **MUON)
+        state = train(trainer)
+        trainer.save(folder / f"checkpoint-{name}")
+        if rank == 0:
+            save_file(state, folder / f"{name}.safetensors")
+        resumed = make_trainer(model, config, rank=rank, world_size=4, **MUON)
+        resumed.load(folder / f"checkpoint-{name}")
+        pair = [train(each, seeds=range(STEPS, STEPS + 1)) for each in (trainer, resumed)]
+        assert_near(pair[1], pair[0], 0.0)
+    leave_rank()
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Shares of whole vector registers: what is left over, AdamW's kernel rounds in another way.
+    path = tmp_path_factory.mktemp("small")
+    return save_random(path, "Qwen2", VOCABULARY, 128, 192, 2, 4, 4, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, wide_model: Path) -> Path:
+    path = tmp_path_factory.mktemp("muon")
+    run_ranks(ranks_main, 4, path, wide_model)
+    return path
+
+
+def test_one_rank_steps_as_pytorch_does(wide_model, monkeypatch):
+    monkeypatch.setattr(muon, "number_format", lambda _: torch.bfloat16)  # as PyTorch's has on a CPU too
+    trainer = make_trainer(wide_model, **MUON)
+    weights, chosen = trainer.weights, layer_matrices(trainer.weights)
+    assert {name.rpartition(".layers.")[2].split(".", 1)[1] for name in chosen} == {
+        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+        *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    }
+    copies = {name: torch.nn.Parameter(share.detach().clone()) for name, share in weights.trained.items()}
+    others = [copies[name] for name in copies if name not in chosen]
+    theirs = [
+        torch.optim.Muon([copies[n] for n in chosen], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([p for p in others if p.ndim > 1], lr=0.01, weight_decay=0.1, fused=True),
+        torch.optim.AdamW([p for p in others if p.ndim < 2], lr=0.01, weight_decay=0.0, fused=True),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        for copy in copies.values():
+            copy.grad = torch.randn(copy.shape, generator=generator)
+        for optimizer in theirs:
+            optimizer.step()
+    found = given_steps(trainer)
+    assert_near({name: found[f"{name}.{MASTER}"] for name in copies}, {n: c.detach() for n, c in copies.items()}, 0.0)
+    for name in copies:
+        assert weights.kinds(name) == ([MOMENTUM] if name in chosen else [*ADAM_STATE])
+
+
+def test_the_iteration_has_sixteen_bits_on_gpus_alone():
+    formats = {kind: number_format(torch.device(kind)) for kind in ("cpu", "cuda")}
+    assert formats == {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_matrices_of_a_tower_and_its_projector_are_among_them(tmp_path, family):
+    path = make_picture_model(tmp_path / "model", family)
+    context = make_context(path, training_args={"optimizer": "muon"})
+    trainer = Fsdp2Train(replace(context, pictures=True))
+    trainer.setup()
+    chosen = [name for name in layer_matrices(trainer.weights) if ".visual." in name]
+    matrices = {name: p for name, p in trainer.weights.parameters.items() if ".visual." in name and p.ndim == 2}
+    assert {name for name in matrices if "pos_embed" not in name} == {*chosen}
+    assert any("merger" in name for name in chosen) and any("blocks" in name for name in chosen)
+
+
+@pytest.mark.slow  # four processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_steps_as_one_rank_does(folder, wide_model, layout):
+    assert_near(load_file(folder / f"{layout}.safetensors"), given_steps(make_trainer(wide_model, **MUON)), 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trained", "sharded"])
+def test_four_ranks_train_and_resume_as_one(folder, wide_model, name):
+    trainer = make_trainer(wide_model, **MUON)
+    state = train(trainer)
+    assert_near(load_file(folder / f"{name}.safetensors"), state, 0.0)
+    if name == "trained":
+        resumed = make_trainer(wide_model, **MUON)
+        resumed.load(folder / f"checkpoint-{name}")
+        assert_near(state_of(resumed), state, 0.0)
+        pair = [train(each, seeds=range(STEPS, STEPS + 1)) for each in (trainer, resumed)]
+        assert_near(pair[1], pair[0], 0.0)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, wide_model):
+    trainer = make_trainer(wide_model, **MUON)
+    trainer.save(tmp_path)
+    other = make_trainer(wide_model, max_grad_norm=0.0)
+    with pytest.raises(ValueError, match=r"its optimizer has exp_avg, exp_avg_sq, momentum_buffer; expected exp_avg, "):
+        other.load(tmp_path)
