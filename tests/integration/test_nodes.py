@@ -63,7 +63,8 @@ def lost(rlvr: Rlvr, machines: Script) -> tuple[Run, str, str]:
     run.pid_at("actor_infer-1-generate-1")
     generates = machines.answer("2")
     run.pid_at("actor_train-1-train-2")
-    return run.ended(1), generates, machines.answer("1")
+    trains = machines.answer("1")
+    return run.ended(1), generates, trains
 
 
 @pytest.mark.timeout(600)
