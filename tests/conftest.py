@@ -54,7 +54,7 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
 
 
 LANES = {
-    "Ray": re.compile(r"\b(ray_cluster|ray_session|launch|rlvr|offline|warm_workers)\b"),
+    "Ray": re.compile(r"\b(ray_cluster|ray_session|launch|rlvr|offline|warm_workers|local_clusters)\b"),
     "ranks": re.compile(r"\b(run|start)_ranks\b|import .*\bmeasure\b"),
     "generators": re.compile(r"\btests.support.contract\b"),
 }

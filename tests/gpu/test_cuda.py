@@ -3,12 +3,10 @@
 Options of ``fsdp2_train`` that only a GPU has change speed or memory, and the gradient only by rounding.
 """
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +15,10 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import PackedSequences
-from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2 import strategy
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.fsdp2.weights import ShardedWeights
-from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.distributed.strategy.megatron.strategy import MegatronInfer
 from roll.distributed.weights.collective import BroadcastGroup, invite
 from roll.models import planned_attention
@@ -91,33 +87,6 @@ def test_scores_on_the_gpu_equal_a_float64_forward_pass_and_survive_offloading(m
         trainer.offload(States.ALL)
         assert torch.cuda.memory_allocated() < before
         trainer.onload(States.ALL)
-
-
-def test_training_on_the_gpu_lowers_the_loss(model_path):
-    trainer, batch = started(model_path), random_batch()
-    first = trainer.train_step(batch, build_sft_loss())["actor/loss"]
-    for _ in range(20):
-        last = trainer.train_step(batch, build_sft_loss())["actor/loss"]
-    assert last < first
-
-
-def test_greedy_generation_on_the_gpu_equals_transformers(model_path):
-    prompts = [np.arange(10 + i, 20 + 2 * i, dtype=np.int64) for i in range(4)]
-
-    async def sample() -> list[list[int]]:
-        engine = HfInfer(context(model_path, "hf_infer"))
-        engine.setup()
-        params = SamplingParams(max_new_tokens=8, temperature=0.0)
-        requests = [GenerateRequest(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-        completions = await asyncio.gather(*[engine.generate(request) for request in requests])
-        engine.shutdown()
-        return [completion.token_ids.tolist() for completion in completions]
-
-    sampled = asyncio.run(sample())
-    model = load_causal_lm(str(model_path), dtype=torch.float32).cuda()
-    for prompt, ids in zip(prompts, sampled, strict=True):
-        out = model.generate(torch.from_numpy(prompt)[None].cuda(), max_new_tokens=8, do_sample=False)
-        assert out[0, len(prompt) :].tolist()[: len(ids)] == ids
 
 
 @pytest.mark.parametrize("window", [None, 7], ids=["full", "sliding"])

@@ -1,7 +1,6 @@
 """The contract of the generators (``tests/generators``) on one GPU, and what only a GPU has to give back: memory."""
 
 import asyncio
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from roll.distributed.strategy.base import States
+from tests.gpu.conftest import OPTIONS, PACKAGES, require
 from tests.support.contract import (
     assert_greedy,
     buckets_of,
@@ -27,14 +27,8 @@ from tests.support.contract import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
-OPTIONS = {
-    "vllm": {"gpu_memory_utilization": 0.3},
-    "sglang": {"mem_fraction_static": 0.3} | ({"python_executable": SGLANG_PYTHON} if SGLANG_PYTHON else {}),
-}
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Triton's matrix products round float32 to TF32 otherwise, in the attention of both engines."""
-PACKAGES = {"hf_infer": "transformers", "vllm": "vllm", "sglang": "sglang"}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,11 +41,6 @@ pytestmark = [
 def exact(monkeypatch):
     for variable, value in EXACT.items():
         monkeypatch.setenv(variable, value)
-
-
-def require(name: str) -> None:
-    if importlib.util.find_spec(PACKAGES[name]) is None and not (name == "sglang" and SGLANG_PYTHON):
-        pytest.skip(f"{name}: the package {PACKAGES[name]} is not installed")
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -110,7 +99,8 @@ def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(name, tmp_pa
         asyncio.run(engine.update_weights(buckets_of(weights_of(new)), 1))
         engine.onload(States.CACHE)
         assert_greedy(greedy(engine, prompt_list), new, prompt_list, 16)
-        asyncio.run(asleep_and_awake(engine))
+        engine.offload(States.ALL)
+        engine.onload(States.ALL)
         assert_greedy(greedy(engine, prompt_list), new, prompt_list, 16)
 
 
@@ -129,8 +119,3 @@ def test_an_engine_that_is_sent_its_weights_again_drops_them(name, tmp_path, exa
             asyncio.run(engine.update_weights(buckets_of(weights_of(model)), version))
             engine.onload(States.CACHE)
             assert_greedy(greedy(engine, prompt_list), model, prompt_list, 16)
-
-
-async def asleep_and_awake(engine: Any) -> None:
-    await asyncio.to_thread(engine.offload, States.ALL)
-    await asyncio.to_thread(engine.onload, States.ALL)

@@ -15,7 +15,7 @@ from tests.support.choice import needs
 from tests.support.harness import TEMPERATURE, Layout, policy_loss, started
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import enter_rank, run_ranks
-from tests.support.sizes import sizes
+from tests.support.sizes import save_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 VOCABULARY = 8192
@@ -54,23 +54,6 @@ SCORERS = [
     row("zero3-cpu", "deepspeed_infer", zero(3, offload_param={"device": "cpu"})),
     row("alone", "megatron_infer"),
 ]
-
-
-def make_model(path: Path) -> Path:
-    """160 MB of weights in float32: the allocator's granularity does not show."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        **sizes(VOCABULARY, 512, 2048, 8, 8, 4),
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def make_batch() -> Batch:
@@ -131,7 +114,11 @@ def train(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "larger")
+    """160 MB of weights in float32: the allocator's granularity does not show."""
+    shape = (VOCABULARY, 512, 2048, 8, 8, 4)
+    options = {"max_position_embeddings": 64, "tie_word_embeddings": True, "initializer_range": 0.02}
+    ids = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
+    return save_random(tmp_path_factory.mktemp("model") / "larger", "Qwen2", *shape, **options, **ids)
 
 
 def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:

@@ -1,27 +1,26 @@
 """Weights from a trainer to generators by the routes that only GPUs have: CUDA IPC on one, nccl between several."""
 
-import importlib.util
-import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from roll.configs.worker import StrategyArguments
-from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.cluster.ray_session import ray_session
-from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.cluster.resources import RoleRequest
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.sender import Route, plan_routes
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster
+from tests.gpu.conftest import OPTIONS, require
 from tests.integration.test_weight_sync import BUCKET_BYTES, Generator, Trainer, assert_serves, context
+from tests.support.clusters import launched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,18 +28,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.xdist_group("weight routes"),  # one Ray
 ]
-OPTIONS = {"vllm": {"gpu_memory_utilization": 0.3}, "sglang": {"mem_fraction_static": 0.3}}
 IPC, NCCL = Route.CUDA_IPC, Route.COLLECTIVE
-SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
-if SGLANG_PYTHON:
-    OPTIONS["sglang"]["python_executable"] = SGLANG_PYTHON
-
-
-class GpuTrainer(Trainer):
-    def weights(self, adapter: bool = False) -> dict[str, np.ndarray]:
-        export = self.strategy.export_adapter if adapter else self.strategy.export_weights
-        buckets = list(export(BUCKET_BYTES))
-        return {name: tensor.cpu().numpy() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
 
 @dataclass(frozen=True)
@@ -72,14 +60,12 @@ CASES = [
 ]
 
 
-def require(case: Case, generator: str) -> None:
+def require_places(case: Case, generator: str) -> None:
     if case.num_gpus > torch.cuda.device_count():
         pytest.skip(f"needs {case.num_gpus} GPUs, there are {torch.cuda.device_count()}")
     if case.per_worker > 1 and generator == "hf_infer":
         pytest.skip("hf_infer has one device per worker")
-    package = {"hf_infer": "transformers"}.get(generator, generator)
-    if importlib.util.find_spec(package) is None and not (generator == "sglang" and SGLANG_PYTHON):
-        pytest.skip(f"{generator}: the package {package} is not installed")
+    require(generator)
 
 
 @pytest.fixture(scope="module")
@@ -101,35 +87,25 @@ def generating(model: Path, generator: str) -> StrategyContext:
     return replace(plain, worker=plain.worker.model_copy(update={"strategy_args": options}))
 
 
-def start(case: Case, model: Path, generator: str) -> tuple[Cluster, Cluster]:
-    requests = [
-        RoleRequest("actor_train", case.trainer),
-        RoleRequest("actor_infer", case.generator, num_gpus_per_worker=case.per_worker),
-    ]
-    placement = create_placement(plan_placement(requests, discover_nodes()))
-    trainer = Cluster("actor_train", GpuTrainer, placement, rpc_timeout=600.0)
-    infer = Cluster("actor_infer", Generator, placement, rpc_timeout=600.0)
-    for cluster in (trainer, infer):
-        cluster.launch()
-    for cluster in (trainer, infer):
-        cluster.wait_ready()
-    ModelCluster(trainer).setup(context(model, "actor_train", "fsdp2_train"))
-    infer.call("setup", generating(model, generator))
-    return trainer, infer
-
-
-def stop(trainer: Cluster, infer: Cluster) -> None:
-    for cluster in (trainer, infer):
-        cluster.shutdown()
-    trainer.placement.remove()
+@contextmanager
+def started(case: Case, model: Path, generator: str) -> Iterator[list[Cluster]]:
+    workers = {
+        RoleRequest("actor_train", case.trainer): Trainer,
+        RoleRequest("actor_infer", case.generator, num_gpus_per_worker=case.per_worker): Generator,
+    }
+    with launched(workers, rpc_timeout=600.0) as (trainer, infer):
+        for cluster in (trainer, infer):
+            cluster.wait_ready()
+        ModelCluster(trainer).setup(context(model, "actor_train", "fsdp2_train"))
+        infer.call("setup", generating(model, generator))
+        yield [trainer, infer]
 
 
 @pytest.mark.parametrize("generator", ["hf_infer", "vllm", "sglang"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_generators_decode_with_the_weights_that_were_sent(session, model, case, generator):
-    require(case, generator)
-    trainer, infer = start(case, model, generator)
-    try:
+    require_places(case, generator)
+    with started(case, model, generator) as (trainer, infer):
         plan = trainer.placement.plan
         routes = plan_routes(plan, trainer.slots, infer.slots)
         found = {rank: link.route for links in routes.values() for rank, link in links.items()}
@@ -140,16 +116,13 @@ def test_generators_decode_with_the_weights_that_were_sent(session, model, case,
             updates.sync(version)
             if version % 10 in (0, 9) or version == case.updates - 1:
                 assert_serves(infer, model, trainer.call("weights")[0], version)
-    finally:
-        stop(trainer, infer)
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
 def test_a_generator_that_dies_in_an_update_is_replaced(session, model, case):
     """The trainer outlives it, and its group with it."""
-    require(case, "hf_infer")
-    trainer, infer = start(case, model, "hf_infer")
-    try:
+    require_places(case, "hf_infer")
+    with started(case, model, "hf_infer") as (trainer, infer):
         updates = WeightSync(trainer, infer, bucket_bytes=BUCKET_BYTES)
         updates.sync(0)
         last = infer.world_size - 1
@@ -161,5 +134,3 @@ def test_a_generator_that_dies_in_an_update_is_replaced(session, model, case):
         infer.call_rank(last, "setup", generating(model, "hf_infer"))
         updates.sync(2)
         assert_serves(infer, model, trainer.call("weights")[0], 2)
-    finally:
-        stop(trainer, infer)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from roll.report.parting import MEASURED
 from tests.support.lines import read_lines, write_lines
 from tests.support.warm.start import warm_environment
 
@@ -164,39 +165,64 @@ def assert_same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> No
     assert not different
 
 
+def done(*command: object, code: int = 0, env: Mapping[str, str] | None = None, **options: Any) -> tuple[str, str]:
+    """What a command writes to its output and to the terminal that ends with this code, with ``env`` set besides."""
+    options = {"timeout": 300, "env": {**os.environ, **(env or {})}, **options}
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options)
+    assert ended.returncode == code, f"{ended.stdout[-20_000:]}\n{ended.stderr[-20_000:]}"
+    return ended.stdout, ended.stderr
+
+
+class Script:
+    """A program that answers each line of its input with one of its output, the first without being asked."""
+
+    def __init__(self, text: str, **environment: str) -> None:
+        every = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", text],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=every | warm_environment() | environment,
+        )
+        self.first = self.answer()
+
+    def answer(self, line: str | None = None) -> str:
+        assert self.process.stdin and self.process.stdout
+        if line is not None:
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.communicate(timeout=180)
+
+
 @dataclass
 class RayCluster:
     """A Ray cluster of its own, that runs join."""
 
-    process: subprocess.Popen[str]
-    address: str
+    script: Script
+
+    @property
+    def address(self) -> str:
+        return self.script.first
 
     def placement_groups(self) -> list[str]:
         """States of those that runs have left behind; also shows that the cluster is alive."""
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        return json.loads(self.script.answer(""))
 
     def roll(self, folder: Path, *words: str) -> str:
         """What a command of ``roll`` prints that joins it, started in a folder."""
-        environment = {**os.environ, **AUTHENTICATED, "RAY_ADDRESS": self.address, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "roll", *words]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        environment = {**AUTHENTICATED, "RAY_ADDRESS": self.address, "PYTHONPATH": str(ROOT)}
+        return done(sys.executable, "-m", "roll", *words, env=environment, cwd=folder, timeout=None)[0]
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | AUTHENTICATED
-    environment |= warm_environment()
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout
-    yield RayCluster(process, process.stdout.readline().strip())
-    process.communicate(timeout=180)
+    script = Script(CLUSTER, **AUTHENTICATED)
+    yield RayCluster(script)
+    script.end()
 
 
 @pytest.fixture(scope="session")
@@ -310,14 +336,26 @@ def offline(launch: Launch, tmp_path: Path) -> Offline:
 
 @pytest.fixture
 def rlvr(launch: Launch, tmp_path: Path) -> Rlvr:
-    """``launch`` of ``config/rlvr.yaml``, with 20 rows to train on and 4 held out unless a test writes its own."""
+    """``launch`` of ``config/rlvr.yaml``, with 20 rows to train on and 4 held out unless a test writes its own.
+
+    ``train``: the orders of other rows to train on, from this run on.
+    """
     write_lines(tmp_path / "train.jsonl", rows("t", [""] * 20))
     write_lines(tmp_path / "val.jsonl", rows("v", [""] * 4))
 
-    def start(*overrides: str, **options: Any) -> Run:
+    def start(*overrides: str, train: Sequence[str] = (), **options: Any) -> Run:
+        if train and rows("t", train) != read_lines(tmp_path / "train.jsonl"):  # another run may be reading it
+            write_lines(tmp_path / "train.jsonl", rows("t", train))
         return launch(*overrides, **{"config": "rlvr", "script": RLVR_LAUNCHER, **options})
 
     return start
+
+
+def counting(tag: str, more: str = "", **config: object) -> str:
+    """The key of an environment ``CountingEnv`` of ``tests/support/faults.py``, with other keys of its own."""
+    given = ", ".join(f"{key}: {value}" for key, value in config.items())
+    fixed = "env_type: 'tests.support.faults:CountingEnv', max_steps: 3, agent_system_template: ''"
+    return f"custom_envs.{tag}={{{fixed}, env_config: {{{given}}}{more}}}"
 
 
 def position(run: Run, step: int) -> dict[str, Any]:
@@ -330,10 +368,16 @@ Replay = Callable[..., tuple[str, dict[str, float]]]
 
 @pytest.fixture
 def replay(ray_cluster: RayCluster, tmp_path: Path) -> Replay:
-    """``roll replay`` of a step of a run, with changes: what it prints, and the metrics of the step."""
+    """``roll replay`` of a step of a run, maybe with changes: what it prints, and the step's metrics but for figures
+    of speed; without changes they are those of the run, to the bit."""
 
     def start(run: Run, step: int, *words: str) -> tuple[str, dict[str, float]]:
         said = ray_cluster.roll(tmp_path, "replay", str(run.path), "--step", str(step), *words)
-        return said, Run(run.path.with_name(f"run_replay_{step}"), run.faults, run.process).metrics[step]
+        again = Run(run.path.with_name(f"run_replay_{step}"), run.faults, run.process).metrics[step]
+        again = {name: value for name, value in again.items() if not name.startswith(MEASURED)}
+        if not words:
+            assert again == {name: run.metrics[step][name] for name in again}
+            assert f"all {len(again)} are equal to the bit" in said
+        return said, again
 
     return start

@@ -18,7 +18,7 @@ import torch
 from roll.configs.worker import StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.stored import joined
-from roll.distributed.cluster.cluster import Cluster, Placement, RayBlock, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster, Placement, RayBlock, Worker, create_placement, discover_nodes
 from roll.distributed.cluster.errors import (
     PlacementError,
     RowsLostError,
@@ -86,8 +86,8 @@ def no_step() -> Iterator[None]:
 def start(placement: Placement) -> Iterator[Callable[..., Cluster]]:
     started: list[Cluster] = []
 
-    def start(role: str, **options: Any) -> Cluster:
-        cluster = Cluster(role, Probe, placement, **options)
+    def start(role: str, worker: type[Worker] = Probe, **options: Any) -> Cluster:
+        cluster = Cluster(role, worker, placement, **options)
         started.append(cluster)
         cluster.start()
         return cluster
@@ -195,39 +195,31 @@ def test_an_error_in_the_constructor_is_told(start):
         start("train", init_kwargs={"greeting": "fail"})
 
 
-def test_a_hung_call_names_worker_call_step_and_time(running, monkeypatch):
-    train = running["train"]
-    monkeypatch.setattr(train, "rpc_timeout", 1.0)
-    Cluster.current_step = 3
-    refs = train.submit_each("nap", [(0.1,), (4.0,)])
-    with pytest.raises(RpcTimeoutError) as caught:
-        train.gather(refs, call="nap")
-    assert str(caught.value) == "train rank 1: nap at step 3 has not returned in 1.0 s (rpc_timeout)"
-    assert not train.dead()  # rank 1 is busy, not dead
-
-
-def test_what_a_hung_worker_does_is_found_out_without_its_help(running, caplog, monkeypatch, tmp_path):
+def test_a_hung_call_is_named_and_what_its_worker_does_is_found_out_without_its_help(
+    running, caplog, monkeypatch, tmp_path
+):
     train, env = running["train"], running["env"]
     train.call("ping")  # done with what it did before
     monkeypatch.setattr(train, "rpc_timeout", 1.0)
     monkeypatch.setattr("roll.distributed.cluster.cluster._NOTICE_S", 0.4)
     Cluster.current_step = 3
-    with pytest.raises(RpcTimeoutError), explained({"train": train, "env": env}, tmp_path / "stacks"):
+    with pytest.raises(RpcTimeoutError) as caught, explained({"train": train, "env": env}, tmp_path / "stacks"):
         train.gather(train.submit_each("nap", [(0.1,), (4.0,)]), call="nap")
+    assert str(caught.value) == "train rank 1: nap at step 3 has not returned in 1.0 s (rpc_timeout)"
+    assert not train.dead()  # rank 1 is busy, not dead
     assert f"train rank 1: nap at step 3 has not returned in 0.4 s so far; kill -USR1 {os.getpid()}" in caplog.text
     head, driver, *workers = (tmp_path / "stacks").read_text().split("\n----- ")
-    assert "train rank 1: nap at step 3 has not returned in 1.0 s (rpc_timeout)" in head
-    assert driver.startswith("driver\n") and "test_what_a_hung_worker_does" in driver
+    assert str(caught.value) in head
+    assert driver.startswith("driver\n") and "test_a_hung_call_is_named" in driver
     names = ["train rank 0", "train rank 1", "env rank 0", "env rank 1"]
     assert [text.partition(",")[0] for text in workers] == names
     assert [" in nap\n" in text for text in workers] == [False, True, False, False]
     assert all("most recent call first" in text for text in workers)
 
 
-def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running, placement, monkeypatch, tmp_path):
+def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running, start, monkeypatch, tmp_path):
     monkeypatch.setattr("roll.distributed.cluster.hangs._ANSWER_S", 2.0)
-    train, meeting = running["train"], Cluster("critic", Meeting, placement)
-    meeting.start()
+    train, meeting = running["train"], start("critic", Meeting)
     stopped: list[Exception] = []
     waits = meeting.submit("play", 2)
     with StallWatch(
@@ -244,7 +236,6 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_who_waits_for_whom(running
     assert re.search(r"critic rank 0: meet \(probes.py:\d+\): 2 tasks, the first: member 0", workers)
     report = (tmp_path / "stacks").read_text()
     assert path.endswith("stacks") and "2 tasks, the first: member 0" in report and "its child process" not in report
-    meeting.shutdown()
     del waits
 
 
@@ -398,12 +389,8 @@ def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start):
         critic.call("ping")
 
 
-def test_a_worker_with_async_methods_runs_any_number_of_calls_at_the_same_time(placement):
+def test_a_worker_with_async_methods_runs_any_number_of_calls_at_the_same_time(start):
     """Ray's own limit is 1,000; the others would wait for these, which wait for them."""
-    cluster = Cluster("critic", Meeting, placement, rpc_timeout=60.0)
-    cluster.start()
-    try:
-        refs = [cluster.handles[0].meet.remote(1200) for _ in range(1200)]
-        assert cluster.gather(refs, call="meet", ranks=[0] * 1200) == [1200] * 1200
-    finally:
-        cluster.shutdown()
+    cluster = start("critic", Meeting, rpc_timeout=60.0)
+    refs = [cluster.handles[0].meet.remote(1200) for _ in range(1200)]
+    assert cluster.gather(refs, call="meet", ranks=[0] * 1200) == [1200] * 1200

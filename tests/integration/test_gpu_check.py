@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import struct
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.conftest import ROOT, done
 
 
 def load(path: str) -> ModuleType:
@@ -33,9 +32,7 @@ vllm_kit = load("scripts/make_vllm_kit.py")
 @pytest.mark.slow  # minutes of trainers, an engine and a demonstration
 @pytest.mark.timeout(2000)
 def test_the_whole_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), str(tmp_path), "--rehearse", "--minutes", "32"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    done(sys.executable, ROOT / "scripts" / "gpu_check.py", tmp_path, "--rehearse", "--minutes", 32, timeout=None)
     check = json.loads((tmp_path / "check.json").read_text())
     assert [name for name in check["steps"] if name != "versions"] == [step.name for step in kit.STEPS]
     assert {step["result"] for step in check["steps"].values()} <= {"ok", "needs a GPU", "left out"}

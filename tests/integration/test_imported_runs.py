@@ -1,6 +1,5 @@
 """Runs of the four systems: imported, they are what one would write here, and go to the end on the tiny model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
 from tests.integration.conftest import RLVR_LAUNCHER
 from tests.support.choice import needs
+from tests.support.lines import write_lines
 
 HERE = Path(__file__).parent / "imported"
 RUNS = ("verl_grpo.sh", "roll.yaml", "verl_ppo.sh", "chatlearn.yaml", "mindspeed.yaml")
@@ -25,25 +25,22 @@ OTHERS_DATA = {"gsm8k", "math_rule", "math"}
 def data(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files as the four systems document them, of sums; where they and the model are, the environment says."""
     for name, count, shift in (("train", 12, 1), ("val", 4, 3)):
-        rows: list[dict[str, Any]] = []
+        rows = []
         for number in range(count):
             question, answer = f"what is {number} + {number + shift}?", str(2 * number + shift)
             messages = [{"role": "user", "content": question}]
-            rows.append(
-                {
-                    "data_source": "openai/gsm8k",
-                    "prompt": messages,
-                    "ability": "math",
-                    "reward_model": {"style": "rule", "ground_truth": answer},
-                    "extra_info": {"split": name, "index": number},
-                }
-            )
-            rows[-1] |= {"id": str(number), "tag": "math_rule", "messages": messages, "ground_truth": answer}
-            rows[-1] |= {"problem": question, "answer": answer}
+            verl = {
+                "data_source": "openai/gsm8k",
+                "prompt": messages,
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": answer},
+                "extra_info": {"split": name, "index": number},
+            }
+            ours = {"id": str(number), "tag": "math_rule", "messages": messages, "ground_truth": answer}
+            rows.append({**verl, **ours, "problem": question, "answer": answer})
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        problems = [{key: row[key] for key in ("problem", "answer")} for row in rows]
-        (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+        write_lines(tmp_path / "problems.jsonl", [{key: row[key] for key in ("problem", "answer")} for row in rows])
     monkeypatch.setenv("DATA", str(tmp_path))
     monkeypatch.setenv("MODEL", str(model))
     return tmp_path

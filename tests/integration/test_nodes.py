@@ -2,18 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from roll.models.tiny import make_tiny_model
 from roll.report.parting import MEASURED
-from tests.integration.conftest import Rlvr, Run, assert_same_tensors
-from tests.support.warm.start import warm_environment
+from tests.integration.conftest import Rlvr, Run, Script, assert_same_tensors
 
 STEPS = 3
 ALWAYS = (f"max_steps={STEPS}", "max_worker_restarts=2")
@@ -42,61 +38,38 @@ with bare_node():
 
 
 @pytest.fixture
-def machines() -> Iterator[subprocess.Popen[str]]:
-    """Three nodes with two slots each.
+def machines() -> Iterator[Script]:
+    """Three nodes with two slots each, whose address it says first.
 
     A number on its input ends that node as a power cut would, ``another`` starts one; it answers with the node's id.
     """
-    environment = {**os.environ, **warm_environment()}
-    environment.pop("RAY_ADDRESS", None)
-    process = subprocess.Popen(
-        [sys.executable, "-c", MACHINES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    yield process
-    process.communicate(timeout=180)
-
-
-def said(process: subprocess.Popen[str], order: str = "") -> str:
-    assert process.stdin and process.stdout
-    if order:
-        process.stdin.write(f"{order}\n")
-        process.stdin.flush()
-    return process.stdout.readline().strip()
-
-
-Lost = Callable[[], tuple[Run, str, str, str]]
+    script = Script(MACHINES)
+    yield script
+    script.end()
 
 
 @pytest.fixture
-def lost(rlvr: Rlvr, machines: subprocess.Popen[str]) -> Lost:
-    """A run on the three nodes that loses two of them.
-
-    With the cluster's address, and the ids of the nodes that generated and trained.
-    """
-
-    def start() -> tuple[Run, str, str, str]:
-        address = said(machines)
-        layout = (
-            "num_nodes=3",
-            "actor_train.device_mapping=[0,2]",
-            "actor_infer.device_mapping=[1,4]",
-            "weight_update_deltas=true",
-            "actor_train.training_args.per_device_train_batch_size=4",  # of two ranks
-        )
-        orders = ("hold-actor_infer-1-generate-1", "hold-actor_train-1-train-2")
-        run = rlvr(*ALWAYS, *layout, address=address, orders=orders)
-        run.pid_at("actor_infer-1-generate-1")
-        generates = said(machines, "2")
-        run.pid_at("actor_train-1-train-2")
-        trains = said(machines, "1")
-        return run.ended(1), address, generates, trains
-
-    return start
+def lost(rlvr: Rlvr, machines: Script) -> tuple[Run, str, str]:
+    """A run on the three nodes that has lost two of them, and the ids of those that generated and trained."""
+    layout = (
+        "num_nodes=3",
+        "actor_train.device_mapping=[0,2]",
+        "actor_infer.device_mapping=[1,4]",
+        "weight_update_deltas=true",
+        "actor_train.training_args.per_device_train_batch_size=4",  # of two ranks
+    )
+    orders = ("hold-actor_infer-1-generate-1", "hold-actor_train-1-train-2")
+    run = rlvr(*ALWAYS, *layout, address=machines.first, orders=orders)
+    run.pid_at("actor_infer-1-generate-1")
+    generates = machines.answer("2")
+    run.pid_at("actor_train-1-train-2")
+    trains = machines.answer("1")
+    return run.ended(1), generates, trains
 
 
 @pytest.mark.timeout(600)
 def test_a_run_outlives_a_node_that_generates_and_ends_with_one_that_trains(lost):
-    run, _, generates, trains = lost()
+    run, generates, trains = lost
     assert f"{generates}) is gone" in run.output and "actor_infer goes on with 1 of 2 workers" in run.output
     assert "actor_train rank 1 died" in run.output and f"on node {trains} is gone" in run.said
     assert run.checkpoint(1).exists()
@@ -108,10 +81,9 @@ def test_a_run_outlives_a_node_that_generates_and_ends_with_one_that_trains(lost
 @pytest.mark.slow  # other tests resume runs, and load checkpoints of two ranks on one
 @pytest.mark.timeout(600)
 def test_what_is_left_goes_on_with_fewer_ranks_on_two_nodes(lost, rlvr, machines):
-    _, address, _, _ = lost()
-    said(machines, "another")
+    machines.answer("another")
     layout = ("num_nodes=2", "actor_train.device_mapping=[1]", "actor_infer.device_mapping=[0,2]")
-    resumed = rlvr(*ALWAYS, *layout, "resume_from_checkpoint=true", address=address).ended()
+    resumed = rlvr(*ALWAYS, *layout, "resume_from_checkpoint=true", address=machines.first).ended()
     whole = rlvr(f"max_steps={STEPS}", output="whole").ended()
     assert resumed.summary["steps"] == STEPS
     found, expected = resumed.tensors(STEPS), whole.tensors(STEPS)
@@ -127,9 +99,7 @@ def repeated(run: Run) -> list[dict[str, float]]:
 
 @pytest.mark.slow  # vLLM starts three times
 @pytest.mark.timeout(1500)
-def test_an_engine_over_two_nodes_samples_what_it_does_on_one_and_comes_back_when_a_part_dies(
-    rlvr: Rlvr, machines: subprocess.Popen[str], tmp_path: Path
-):
+def test_an_engine_over_two_nodes_samples_what_it_does_on_one_and_comes_back_when_a_part_dies(rlvr, machines, tmp_path):
     pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
     make_tiny_model(tmp_path / "wide", seed=1, num_heads=2)
     layout = (
@@ -138,22 +108,21 @@ def test_an_engine_over_two_nodes_samples_what_it_does_on_one_and_comes_back_whe
         "actor_infer.strategy_args={strategy_name: vllm, strategy_config: {tensor_parallel_size: 2}}",
         "max_worker_restarts=1",
     )
-    address = said(machines)
     order = "hold-actor_infer-0-generate-2"
-    two = rlvr(*layout, "actor_infer.device_mapping=[3,4]", output="two", address=address, orders=(order,))
+    two = rlvr(*layout, "actor_infer.device_mapping=[3,4]", output="two", address=machines.first, orders=(order,))
     two.pid_at("actor_infer-0-generate-2")
     os.kill(two.pid_at("actor_infer-1-ready"), signal.SIGKILL)
     two.release(order)
     two.ended()
     assert "actor_infer rank 0 died in" in two.output, two.output
-    one = rlvr(*layout, "actor_infer.device_mapping=[2,3]", output="one", address=address).ended()
+    one = rlvr(*layout, "actor_infer.device_mapping=[2,3]", output="one", address=machines.first).ended()
     assert repeated(one) == repeated(two)
     assert_same_tensors(two.tensors(2), one.tensors(2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_whose_updates_are_deltas_is_the_one_whose_are_whole(rlvr: Rlvr, machines: subprocess.Popen[str]):
+def test_a_run_whose_updates_are_deltas_is_the_one_whose_are_whole(rlvr, machines):
     layout = (
         "num_nodes=3",
         "max_steps=4",
@@ -164,9 +133,8 @@ def test_a_run_whose_updates_are_deltas_is_the_one_whose_are_whole(rlvr: Rlvr, m
         "actor_train.training_args.learning_rate=1e-5",
         "validation=null",
     )
-    address = said(machines)
     whole, deltas = (
-        rlvr(*layout, f"weight_update_deltas={given}", output=given, address=address).ended()
+        rlvr(*layout, f"weight_update_deltas={given}", output=given, address=machines.first).ended()
         for given in ("false", "true")
     )
     sent = [deltas.metrics[step]["weight_update/sent_share"] for step in range(1, 5)]

@@ -5,7 +5,7 @@ The oracle is the model's own forward pass, one sequence at a time, in float64.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
-from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.models import ulysses
 from roll.models.loading import load_causal_lm
 from tests.support.choice import slow_but
 from tests.support.families import tiny_config, tiny_model, with_factors
 from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, wanted, write
-from tests.support.trainers import make_batch, make_context, shares
+from tests.support.trainers import make_batch, make_trainer, shares
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 
@@ -39,7 +38,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 TEMPERATURE = 1.0
 SPLIT: dict[str, dict[str, Any]] = {
     "tensor": {"strategy": {"tensor_parallel_size": 2}},
-    "ulysses": {"strategy": {}, "model_args": {"ulysses_size": 2}},
+    "ulysses": {"model_args": {"ulysses_size": 2}},
 }
 """Layouts in which ranks have parts of each layer or sequence."""
 
@@ -50,23 +49,15 @@ def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutp
     return LossOutput(-gain_T[batch.loss_mask_T].sum() / context.num_tokens, {})
 
 
-def trainer(model: Path, name: str, rank: int) -> Any:
-    from roll.distributed.strategy.deepspeed.strategy import DeepSpeedTrain
-
-    kind = Fsdp2Train if name == "fsdp2_train" else DeepSpeedTrain
-    found = kind(make_context(model, name, ENGINES[name], temperature=TEMPERATURE, rank=rank, world_size=2))
-    found.setup()
-    return found
+def trainer(model: Path, name: str, rank: int, **options: Any) -> Any:
+    options = {"strategy": ENGINES.get(name), "temperature": TEMPERATURE, "rank": rank, "world_size": 2, **options}
+    return make_trainer(model, name, **options)
 
 
-def split_trainer(model: Path, name: str, rank: int) -> Any:
-    options = dict(SPLIT[name])
-    strategy = options.pop("strategy")
-    found = Fsdp2Train(
-        make_context(model, "fsdp2_train", strategy, temperature=1.0, rank=rank, world_size=2, **options)
-    )
-    found.setup()
-    return found
+def refused(call: Callable[..., Any], *args: Any, why: str = "log-probabilities of the first micro-batch") -> str:
+    with pytest.raises(ValueError, match=why) as raised:
+        call(*args)
+    return str(raised.value)
 
 
 @contextlib.contextmanager
@@ -95,23 +86,16 @@ def rank_main(rank: int, port: int, folder: Path, trained: list[Any], refusals: 
         found = trainer(folder / "hyperclovax", name, rank)
         if rank == 1:
             found.weights.scorer.head.is_plain = True  # one rank alone leaves the factor out
-        with pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused:
-            if first == "train":
-                found.train_step(shares(0)[rank], loss_fn)
-            else:
-                found.logprobs(shares(0)[rank])
-        (folder / f"{name}-refused-{first}-{rank}.json").write_text(json.dumps(str(refused.value)))
+        call = (found.train_step, shares(0)[rank], loss_fn) if first == "train" else (found.logprobs, shares(0)[rank])
+        (folder / f"{name}-refused-{first}-{rank}.json").write_text(json.dumps(refused(*call)))
         found.shutdown()
     batch = make_batch(num_sequences=2)
     for name in SPLIT:
-        found = split_trainer(folder / "qwen3", name, rank)
-        with (
-            split_wrongly(found, name, rank),
-            pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused,
-        ):
-            found.train_step(batch, loss_fn)
+        found = trainer(folder / "qwen3", "fsdp2_train", rank, **SPLIT[name])
+        with split_wrongly(found, name, rank):
+            told = refused(found.train_step, batch, loss_fn)
         found.train_step(batch, loss_fn)
-        result = {"told": str(refused.value), "compared": sorted(found.own_forward.compared)}
+        result = {"told": told, "compared": sorted(found.own_forward.compared)}
         (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
         found.shutdown()
     leave_rank()
@@ -181,41 +165,29 @@ def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from roll.distributed.strategy.megatron.input import MegatronInput
-    from roll.distributed.strategy.megatron.strategy import MegatronTrain
 
     def as_one(one: MegatronInput) -> Any:
-        bounds = one.cumulative_lengths
-        bounds = None if bounds is None else bounds[[0, -1]]
-        return (
-            bounds
-            if bounds is None
-            else PackedSeqParams("thd", bounds, bounds, None, None, int(bounds[1]), int(bounds[1]))
-        )
+        if one.cumulative_lengths is None:
+            return None
+        bounds = one.cumulative_lengths[[0, -1]]
+        return PackedSeqParams("thd", bounds, bounds, None, None, int(bounds[1]), int(bounds[1]))
 
     enter_rank(port)
     strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    worker: dict[str, Any] = {"use_sequence_packing": True, "share_prompts": False}
-    sizes: dict[str, Any] = {"training_args": {"per_device_train_batch_size": 9}, "rank": rank, "world_size": 2}
-    worker["infer_batch_size"] = 9
-    context = make_context(model, "megatron_train", strategy, temperature=1.0, worker=worker, **sizes)
-    found, batch, told = MegatronTrain(context), make_batch(), []
-    found.setup()
-    with (
-        mock.patch.object(MegatronInput, "packed_seq_params", as_one),
-        pytest.raises(ValueError, match="log-probabilities of the first micro-batch") as refused,
-    ):
-        found.logprobs(batch)
-    told.append(str(refused.value))
+    worker = {"use_sequence_packing": True, "share_prompts": False, "infer_batch_size": 9}
+    options: dict[str, Any] = {"worker": worker, "training_args": {"per_device_train_batch_size": 9}}
+    found, batch = trainer(model, "megatron_train", rank, strategy=strategy, **options), make_batch()
+    with mock.patch.object(MegatronInput, "packed_seq_params", as_one):
+        told = [refused(found.logprobs, batch)]
     right = found.logprobs(batch).logprobs_T
     assert right is not None and found.own_forward is not None and found.own_forward.compared == {"packed"}
     found.own_forward.compared.clear()
-    with pytest.raises(ValueError, match="from those of the generator") as refused:
-        found.train_step(batch.replace(rollout_logprobs_T=right - 0.2), loss_fn)
-    told.append(str(refused.value))
+    wrong = batch.replace(rollout_logprobs_T=right - 0.2)
+    told.append(refused(found.train_step, wrong, loss_fn, why="from those of the generator"))
     found.train_step(batch.replace(rollout_logprobs_T=right), loss_fn)
     assert found.optimizer_steps == 1
     found.own_forward.compared.clear()
-    found.train_step(batch.replace(rollout_logprobs_T=right - 0.2), loss_fn)  # of weights before the step
+    found.train_step(wrong, loss_fn)  # of weights before the step
     (out / f"megatron-{rank}.json").write_text(json.dumps(told))
     leave_rank()
 

@@ -18,9 +18,8 @@ from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import SamplingParams
 from roll.demo.scripted_play import ScriptedPlay
-from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
-from roll.distributed.cluster.ray_session import ray_session
-from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.resources import RoleRequest
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker
@@ -30,8 +29,8 @@ from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup
+from tests.support.clusters import local_clusters
 from tests.support.steps import usual_step
-from tests.support.warm.start import warm_workers
 
 BOARD = {"min_solution": 1, "max_solution": 4, "num_walls": 4, "max_steps": 4}
 
@@ -109,14 +108,11 @@ def context(tmp_path_factory: pytest.TempPathFactory, orders: Path) -> EnvWorker
 
 @pytest.fixture(scope="module")
 def clusters(context: EnvWorkerContext) -> Iterator[tuple[Cluster, Cluster]]:
-    requests = [RoleRequest("envs", None, world_size=1), RoleRequest("infer", None, world_size=1)]
-    with warm_workers(), ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
-        placement = create_placement(plan_placement(requests, discover_nodes()))
-        threads = {"OMP_NUM_THREADS": "1"}
-        envs = Cluster("envs", EnvironmentWorker, placement, system_envs=threads)
-        infer = Cluster("infer", InferWorker, placement, system_envs=threads)
-        for cluster in (envs, infer):
-            cluster.launch()
+    workers = {
+        RoleRequest("envs", None, world_size=1): EnvironmentWorker,
+        RoleRequest("infer", None, world_size=1): InferWorker,
+    }
+    with local_clusters(workers) as (envs, infer):
         config = WorkerConfig(
             model_args=ModelArguments(dtype="fp32", attn_implementation="sdpa"),
             strategy_args=StrategyArguments(strategy_name="hf_infer"),
@@ -129,9 +125,6 @@ def clusters(context: EnvWorkerContext) -> Iterator[tuple[Cluster, Cluster]]:
         infer.gather(refs[1], call="setup")
         envs.call("set_engines", infer.handles)
         yield envs, infer
-        for cluster in (envs, infer):
-            cluster.shutdown()
-        placement.remove()
 
 
 @pytest.fixture

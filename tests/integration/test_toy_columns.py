@@ -6,11 +6,11 @@ rollout, checkpoint, packing and a trainer's micro-batches to the loss.
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import roll
+from tests.integration.conftest import done
 
 PLACES = [  # file, the line in front of which it stands, and what is added
     ("roll/data/requests.py", "from roll.data.columns import", "from roll.data.columns import Item\n"),
@@ -45,13 +45,6 @@ def test_three_columns_take_six_places(tmp_path):
     toy = (root / "tests/support/toy_columns.py").read_text(encoding="utf-8")
     assert all(toy.count(place) == 1 for place in OTHER_PLACES)
     assert len(PLACES) + len(OTHER_PLACES) <= 6
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.toy_columns", str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.strip().endswith("arrived"), done.stderr[-3000:]
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    said, _ = done(sys.executable, "-m", "tests.support.toy_columns", tmp_path / "run", env=environment, cwd=tmp_path)
+    assert said.strip().endswith("arrived")

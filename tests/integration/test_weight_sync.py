@@ -18,10 +18,9 @@ from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.cluster.cluster import Cluster, create_placement, discover_nodes
+from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
-from roll.distributed.cluster.ray_session import ray_session
-from roll.distributed.cluster.resources import RoleRequest, WorkerSlot, plan_placement
+from roll.distributed.cluster.resources import RoleRequest, WorkerSlot
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import WeightBucket, unpack_bucket
@@ -31,10 +30,15 @@ from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.workers import InferWorker, TrainWorker
-from tests.support.warm.start import warm_workers
+from tests.support.clusters import local_clusters
 
 BUCKET_BYTES = 100_000
 PROMPT = np.arange(5, 45, dtype=np.int64)
+
+
+def random_batch(seed: int) -> Batch:
+    tokens = torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(seed))
+    return Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 0)
 
 
 class Trainer(TrainWorker):
@@ -44,15 +48,12 @@ class Trainer(TrainWorker):
     lost_bucket = -1
 
     def learn(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, 300, (4 * 16,), generator=generator)
-        batch = Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 0)
-        self.strategy.train_step(batch, build_sft_loss())
+        self.strategy.train_step(random_batch(seed), build_sft_loss())
 
     def weights(self, adapter: bool = False) -> dict[str, np.ndarray]:
         export = self.strategy.export_adapter if adapter else self.strategy.export_weights
         buckets = list(export(BUCKET_BYTES))
-        return {name: tensor.clone().numpy() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+        return {name: tensor.clone().cpu().numpy() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
     def spoil(self, damaged_bucket: int = -1, lost_bucket: int = -1) -> None:
         self.damaged_bucket, self.lost_bucket = damaged_bucket, lost_bucket
@@ -117,14 +118,11 @@ def context(model: Path, role: str, strategy: str, dtype: str = "fp32", rate: fl
 
 @pytest.fixture(scope="module")
 def clusters(model: Path) -> Iterator[tuple[Cluster, Cluster]]:
-    requests = [RoleRequest("actor_train", None, world_size=2), RoleRequest("actor_infer", None, world_size=2)]
-    with warm_workers(), ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
-        placement = create_placement(plan_placement(requests, discover_nodes()))
-        threads = {"OMP_NUM_THREADS": "1"}
-        trainer = Cluster("actor_train", Trainer, placement, system_envs=threads, rpc_timeout=120.0)
-        generator = Cluster("actor_infer", Generator, placement, system_envs=threads, rpc_timeout=120.0)
-        for cluster in (trainer, generator):
-            cluster.launch()
+    workers = {
+        RoleRequest("actor_train", None, world_size=2): Trainer,
+        RoleRequest("actor_infer", None, world_size=2): Generator,
+    }
+    with local_clusters(workers, rpc_timeout=120.0) as (trainer, generator):
         trainer.wait_ready()
         trainer.rendezvous()
         contexts = [context(model, "actor_train", "fsdp2_train").at_rank(rank, 2) for rank in range(2)]
@@ -132,9 +130,6 @@ def clusters(model: Path) -> Iterator[tuple[Cluster, Cluster]]:
         generator.call("setup", context(model, "actor_infer", "hf_infer"))
         trainer.gather(loading, call="setup")
         yield trainer, generator
-        for cluster in (trainer, generator):
-            cluster.shutdown()
-        placement.remove()
 
 
 @pytest.fixture(params=[Route.SHARED_MEMORY, Route.COLLECTIVE], ids=lambda route: route.name)
@@ -150,9 +145,9 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ro
     return request.param
 
 
-def restart(generator: Cluster, rank: int, model: Path) -> None:
+def restart(generator: Cluster, rank: int, model: Path, own: StrategyContext | None = None) -> None:
     generator.restart(rank)
-    generator.call_rank(rank, "setup", context(model, "actor_infer", "hf_infer"))
+    generator.call_rank(rank, "setup", own or context(model, "actor_infer", "hf_infer"))
 
 
 def greedy_reference(model: Path, weights: dict[str, np.ndarray]) -> list[int]:
@@ -323,8 +318,7 @@ def test_deltas_lead_to_the_same_bits_and_tokens_as_whole_updates(clusters, mode
         updates.sync(version)
         shares.append(assert_equal())
     assert shares[0] == 1 and max(shares[1:]) < 0.5
-    generator.restart(0)
-    generator.call_rank(0, "setup", infer)
+    restart(generator, 0, model, infer)
     updates.restore(0)
     assert assert_equal() == 1
 
@@ -342,8 +336,7 @@ def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(clust
             trainer.call("learn", seed)
         updates.sync(version)
         assert_serves(generator, model, merged(trainer, lora), version)
-    generator.restart(0)
-    generator.call_rank(0, "setup", infer)
+    restart(generator, 0, model, infer)
     updates.restore(0)
     weights = merged(trainer, lora)
     assert_serves(generator, model, weights, 1)

@@ -1,9 +1,7 @@
 """The package as ``pip install`` leaves it: the ``roll`` command in an environment of its own, outside any checkout."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -13,8 +11,7 @@ import pytest
 
 from roll import __version__
 from roll.models.tiny import make_tiny_model
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.conftest import ROOT, done
 
 CONFIG = """\
 defaults: [agentic_sokoban, _self_]
@@ -46,7 +43,7 @@ def roll(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip(["wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder), str(source)])
+    pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, source)
     (wheel,) = folder.glob("*.whl")
 
     home = folder / "venv"
@@ -55,27 +52,19 @@ def roll(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(sysconfig.get_path("purelib", vars=base))
     # Behind the environment's own; what is installed here as a link to a checkout is not followed.
     (packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip(["--python", str(home / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel)])
+    pip("--python", home / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
     return home / "bin" / "roll"
 
 
-def pip(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+def pip(*arguments: object) -> None:
+    done(sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments)
 
 
 def run(roll: Path, folder: Path, *words: str) -> str:
     """Runs the command in a folder that has nothing to do with the checkout."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(roll), *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONPATH", raising=False)
+        return done(roll, *words, cwd=folder, timeout=800)[0]
 
 
 def test_it_lists_and_checks_its_own_configurations(roll, tmp_path):
