@@ -6,16 +6,12 @@ import json
 import pickle
 import struct
 import sys
-import threading
-import time
 import zlib
 from fractions import Fraction
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pyarrow
@@ -50,6 +46,7 @@ from roll.data.videos import video_source
 from tests.support.lines import write_lines
 from tests.support.picture_models import FAMILIES, IMAGE, PROCESSOR, VIDEO, make_processor, make_tokenizer, png
 from tests.support.talks import says, user
+from tests.support.web import Reply, serving
 
 
 @pytest.fixture(scope="module")
@@ -434,66 +431,52 @@ def test_forms_of_pictures(renderer, tmp_path, given, words, sizes):
     assert renderer.prompt(shown).min() < 0 or not sizes
 
 
-class Web(BaseHTTPRequestHandler):
-    """A picture, and what may be wrong with one."""
-
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self):
-        self.asked.append(self.path)
-        kind = self.path.partition("?")[0][1:]
-        first = self.asked.count(self.path) == 1
-        body = {"html": b"<html>", "huge": bytes(5000), "two": TWO}.get(kind, ONE)
-        status = {"moved": 302, "loop": 302, "away": 302, "absent": 404}.get(
-            kind, 503 if kind == "busy" and first else 200
-        )
-        self.send_response(status)
-        place = {"moved": "/one", "loop": "/loop", "away": f"http://localhost:{self.server.server_port}/one"}.get(kind)
-        if place:
-            self.send_header("Location", place)
-        self.end_headers()
-        for start in range(0, len(body), 20 if kind == "slow" else len(body)):
-            self.wfile.write(body[start : start + 20] if kind == "slow" else body)
-            time.sleep(0.1 * (kind == "slow"))
-
-    def log_message(self, *args):
-        """Keeps the test's output clean."""
+MOVED = {"/moved": "/one", "/loop": "/loop"}
 
 
 @pytest.fixture
 def web(tmp_path, monkeypatch):
+    """A server that has a picture, and what may be wrong with one."""
+
+    def answer(path, _):
+        path = path.partition("?")[0]
+        if path == "/busy" and server.paths.count(path) == 1:
+            return Reply(503)
+        moved = MOVED | {"/away": f"http://localhost:{server.server_port}/one"}
+        if path in moved:
+            return Reply(302, headers={"Location": moved[path]})
+        body = {"/html": b"<html>", "/huge": bytes(5000), "/two": TWO}.get(path, ONE)
+        return Reply(404 if path == "/absent" else 200, body, piece=20 if path == "/slow" else 0)
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(addresses, "MOST_BYTES", 4000)
-    monkeypatch.setattr(Web, "asked", [])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(answer) as server:
+        yield server
 
 
 def test_pictures_at_addresses_are_fetched_once(renderer, tmp_path, web):
-    shown = [f"{web}/one?token=secret", f"{web}/moved", f"{web}/two", f"{web}/busy", "one.png"]
-    path = write(tmp_path, *(row(images=[url]) for url in shown), row(part(type="image_url", image_url=f"{web}/two")))
+    shown = [f"{web.url}/one?token=secret", f"{web.url}/moved", f"{web.url}/two", f"{web.url}/busy", "one.png"]
+    path = write(
+        tmp_path, *(row(images=[url]) for url in shown), row(part(type="image_url", image_url=f"{web.url}/two"))
+    )
     keys = {"image_urls": ["127.0.0.1"]}
     head = Reading(arguments(path, **keys), 0, 9)
-    assert check_prompts(head, None, renderer)[0].total() == 6 and not Web.asked, "a check asks nobody"
+    assert check_prompts(head, None, renderer)[0].total() == 6 and not web.paths, "a check asks nobody"
     prompts = load(path, renderer, **keys)
-    assert sorted(Web.asked) == ["/busy", "/busy", "/moved", "/one", "/one?token=secret", "/two"]
+    assert sorted(web.paths) == ["/busy", "/busy", "/moved", "/one", "/one?token=secret", "/two"]
     shapes = [items_of(with_items(read_sources(one.messages), renderer.pictures))[0].data.shape for one in prompts]
     assert shapes == [(28, 28, 3), (28, 28, 3), (56, 84, 3), (28, 28, 3), (28, 28, 3), (56, 84, 3)]
     again = load(path, renderer, **keys)
-    assert len(Web.asked) == 6 and again.report.identity == prompts.report.identity
+    assert len(web.paths) == 6 and again.report.identity == prompts.report.identity
     for file in (tmp_path / "cache/roll/pictures").iterdir():
         if file.suffix != ".address" and file.read_bytes() == TWO:
             file.write_bytes(ONE)
     with pytest.raises(DataError, match=r"rows.jsonl:3: .*/two: its file .* has been changed since it was fetched"):
         load(path, renderer, **keys)
-    Web.asked.clear()
+    web.paths.clear()
     with pytest.raises(DataError, match=r"not fetched from addresses.*image_urls") as refused:
         load(path, renderer)
-    assert "secret" not in str(refused.value) and not Web.asked
+    assert "secret" not in str(refused.value) and not web.paths
 
 
 @pytest.mark.parametrize(
@@ -516,7 +499,7 @@ def test_what_may_not_be_fetched_is_told_by_row(renderer, tmp_path, web, monkeyp
     monkeypatch.setattr(addresses, "_ATTEMPTS", 1)
     if "slow" in path:
         monkeypatch.setattr(addresses, "SECONDS", 0.3)
-    file = write(tmp_path, row(images=["one.png"]), row(images=[path.format(web=web)]))
+    file = write(tmp_path, row(images=["one.png"]), row(images=[path.format(web=web.url)]))
     with pytest.raises(DataError, match=rf"rows.jsonl:2: images\[0\]: .*{reason}"):
         load(file, renderer, image_urls=hosts)
 
@@ -526,7 +509,7 @@ def test_a_host_that_turns_out_to_be_private_is_not_read(web, monkeypatch):
     public = SimpleNamespace(getaddrinfo=lambda *_, **__: [(0, 0, 0, "", ("9.9.9.9", 443))], SOCK_STREAM=1)
     monkeypatch.setattr(addresses, "socket", public)
     with pytest.raises(addresses.PictureError, match=r"127.0.0.1 is not public"):
-        addresses.Address(f"{web}/one", ()).read()
+        addresses.Address(f"{web.url}/one", ()).read()
 
 
 def test_parquet_of_the_datasets_library(renderer, tmp_path):

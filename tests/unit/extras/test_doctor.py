@@ -2,9 +2,7 @@
 
 import json
 import resource
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 
 import pytest
@@ -14,6 +12,7 @@ from roll.__main__ import main
 from roll.extras import doctor as machine
 from roll.extras.doctor import Finding, NodeReport, as_json, compare, examine, exit_code, judged, page
 from roll.models.tiny import make_tokenizer
+from tests.support.web import Reply, serving
 
 GIB = 2**30
 
@@ -75,7 +74,7 @@ def test_bounds(found, level):
 
 
 def test_ports_that_are_taken_are_named():
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+    with serving() as server:
         assert not machine._can_bind(server.server_port)
     assert "ports" in levels(machine.check_ports())
 
@@ -102,23 +101,12 @@ def test_the_disk_is_tried_where_the_output_will_be_and_left_as_it_was(tmp_path)
     assert str(tmp_path) in found[0].got and not list(tmp_path.iterdir())
 
 
-class _Hub(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_the_hub_is_asked_and_its_token_is_never_shown(monkeypatch):
-    with HTTPServer(("127.0.0.1", 0), _Hub) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with serving(Reply()) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://me:hf_hidden@127.0.0.1:{server.server_port}")
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         (found,) = machine.check_hub()
-        server.shutdown()
     assert (found.level, found.got) == ("ok", "127.0.0.1: answers 200, with a token")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert [finding.level for finding in machine.check_hub()] == ["ok"]

@@ -1,9 +1,7 @@
 """Data, models and chat templates that a configuration names: what a run says of them before it starts."""
 
-import http.server
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +33,7 @@ from roll.preflight.templates import check_dialect, describe_template, policy_re
 from tests.support.chat_families import FAMILIES, family_tokenizer
 from tests.support.configs import problems_of
 from tests.support.picture_models import make_processor
+from tests.support.web import Reply, serving
 
 LOADERS = {"sft_math": load_sft_data, "dpo_math": load_pairs}
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
@@ -230,24 +229,14 @@ def test_what_the_chat_template_leaves_out_or_refuses_is_told(tmp_path, capsys):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A hub on this machine that has one model; the list collects what it is asked."""
-    asked: list[str] = []
 
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            time.sleep(5 if "slow" in self.path else 0)
-            self.send_response(200 if self.path.endswith("/org/there") else 401)
-            self.end_headers()
+    def answer(path: str, _: Any) -> Reply:
+        return Reply(200 if path.endswith("/org/there") else 401, delay=5 if "slow" in path else 0)
 
-        def log_message(self, *_: object) -> None: ...
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    yield asked
-    server.shutdown()
-    server.server_close()
+    with serving(answer) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield server.paths
 
 
 def test_a_hub_is_asked_for_a_models_name(load, hub, monkeypatch):

@@ -7,12 +7,8 @@ import io
 import json
 import logging
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,94 +27,16 @@ from roll.rollout.reward_worker import JudgeWorker
 from tests.support.judges import WORDS, Summing, digit_model, greedy_words
 from tests.support.picture_models import greedy_words as greedy_answer
 from tests.support.picture_models import make_picture_model
+from tests.support.talks import says as message_of
+from tests.support.web import Reply, Replying, in_json, serving
 
 KEY = "sk-4f1c-very-secret"
 SAMPLE = Sample(prompt="1+1=", response="It is 2.", ground_truth="2", data_source="sums")
 ITEMS = tuple(Item(pixels) for pixels in np.random.default_rng(0).integers(0, 256, (2, 56, 84, 3), np.uint8))
 
 
-@dataclass
-class Reply:
-    status: int = 200
-    body: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    delay: float = 0.0
-
-
 def says(words: Any, **choice: Any) -> Reply:
-    return Reply(body=json.dumps({"choices": [{"message": {"role": "assistant", "content": words}, **choice}]}))
-
-
-class JudgeServer(ThreadingHTTPServer):
-    """Answers requests in order from a list, the last for ever, and remembers what it was asked.
-
-    A reply may be made from what is asked, of one request at a time.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, replies: list[Reply | Callable[[Any], Reply]]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.replies = replies
-        self.lock = threading.Lock()
-        self.paths: list[str] = []
-        self.headers: list[dict[str, str]] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.times: list[float] = []
-        self.in_flight = self.most_in_flight = 0
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up is part of the tests."""
-
-    @property
-    def port(self) -> int:
-        return self.server_address[1]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: JudgeServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        server = self.server
-        with server.lock:
-            reply = server.replies[min(len(server.bodies), len(server.replies) - 1)]
-            reply = reply if isinstance(reply, Reply) else reply(body)
-            server.bodies.append(body)
-            server.paths.append(self.path)
-            server.headers.append({name.lower(): value for name, value in self.headers.items()})
-            server.times.append(time.monotonic())
-            server.in_flight += 1
-            server.most_in_flight = max(server.most_in_flight, server.in_flight)
-        time.sleep(reply.delay)
-        with server.lock:
-            server.in_flight -= 1
-        content = reply.body.encode()
-        self.send_response(reply.status)
-        for name, value in {"Content-Length": str(len(content)), **reply.headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args: Any) -> None:
-        """Keeps the test's output clean."""
-
-
-@contextmanager
-def serving(*replies: Reply | Callable[[Any], Reply]) -> Iterator[JudgeServer]:
-    server = JudgeServer(list(replies))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return in_json({"choices": [{"message": message_of(words), **choice}]})
 
 
 def make_config(url: str, **args: Any) -> JudgeConfig:
@@ -140,7 +58,7 @@ def score(url: str, sample: Sample = SAMPLE, **args: Any) -> RewardResult:
     return score_all(url, [sample], **args)[0]
 
 
-def answer(*replies: Reply, **args: Any) -> RewardResult:
+def answer(*replies: Reply | Replying, **args: Any) -> RewardResult:
     with serving(*replies) as server:
         return score(server.url, **args)
 
@@ -162,7 +80,7 @@ def test_a_judges_number_becomes_a_score_between_0_and_1():
     with serving(says("The sum is right.\nScore: 7.5")) as server:
         verdict = score(server.url)
     assert verdict == RewardResult(score=0.75, correct=True, parts={"judge_score": 7.5}, seeks_answer=False)
-    assert server.paths == ["/v1/chat/completions"] and "authorization" not in server.headers[0]
+    assert server.paths == ["/chat/completions"] and "authorization" not in server.headers[0]
     expected = {"model": "wise", "temperature": 0.0, "max_tokens": 512}
     assert {name: server.bodies[0][name] for name in expected} == expected
 
@@ -188,7 +106,7 @@ def test_the_endpoints_path_is_completed_once():
     asked = {"/v1": whole, "/v1/": whole, whole: whole, "/openai/v1?api-version=2": versioned}
     with serving(says("Score: 1")) as server:
         for path in asked:
-            score(f"http://127.0.0.1:{server.port}{path}")
+            score(f"{server.url}{path}")
     assert server.paths == [*asked.values()]
 
 
@@ -246,22 +164,9 @@ def test_a_silent_endpoint_times_out():
 
 
 def test_an_endpoint_that_drips_its_answer_times_out():
-    class Dripping(Handler):
-        def do_POST(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            for _ in range(10):
-                try:
-                    self.wfile.write(b" ")
-                except OSError:
-                    return
-                time.sleep(0.1)
-
-    with serving() as server:
-        server.RequestHandlerClass = Dripping
-        with pytest.raises(RewardError, match="no reply within request_timeout"):
-            score(server.url, request_timeout=0.3, max_attempts=1)
+    dripping = Reply(body=" " * 10, headers={"Content-Length": "1000"}, piece=1)
+    with pytest.raises(RewardError, match="no reply within request_timeout"):
+        answer(dripping, request_timeout=0.3, max_attempts=1)
 
 
 def test_a_closed_port_is_an_error_after_max_attempts():
@@ -272,16 +177,10 @@ def test_a_closed_port_is_an_error_after_max_attempts():
 
 
 def test_a_connection_that_breaks_is_tried_again():
-    class Breaking(Handler):
-        def do_POST(self) -> None:
-            if self.server.bodies:
-                return super().do_POST()
-            self.server.bodies.append({})
-            self.connection.close()
+    def broken(*_: Any) -> Reply:
+        raise ConnectionError
 
-    with serving(says("Score: 5")) as server:
-        server.RequestHandlerClass = Breaking
-        assert score(server.url).score == 0.5
+    assert answer(broken, says("Score: 5")).score == 0.5
 
 
 def test_no_more_than_max_concurrency_requests_are_in_flight_and_waiting_for_a_slot_does_not_count():
@@ -344,9 +243,9 @@ def test_a_proxy_of_the_environment_is_used_for_others_but_not_for_loopback(monk
     for name in ("NO_PROXY", "no_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     with serving(says("Score: 1")) as proxy, serving(says("Score: 9")) as server:
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+        monkeypatch.setenv("http_proxy", proxy.url)
         for host in ("127.0.0.1", "localhost"):
-            assert score(f"http://{host}:{server.port}/v1").score == 0.9
+            assert score(f"http://{host}:{server.server_port}/v1").score == 0.9
         assert not proxy.bodies
         assert score("http://judge.invalid/v1").score == 0.1
         assert proxy.paths == ["http://judge.invalid/v1/chat/completions"]

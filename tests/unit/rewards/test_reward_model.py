@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
@@ -47,7 +48,8 @@ from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
 from tests.support.picture_models import make_tokenizer as family_tokenizer
 from tests.support.pictured import picture, pictures_of, shown, unmodified
-from tests.unit.rewards.test_judge import KEY, JudgeServer, Reply, serving
+from tests.support.web import Reply, Server, in_json, serving
+from tests.unit.rewards.test_judge import KEY
 
 __all__ = ["llama", "qwen"]  # fixtures
 
@@ -517,27 +519,24 @@ def test_what_cannot_be_loaded_of_an_adapter_is_named(adapter, tmp_path):
 # A server of the model
 
 
-def serving_model(folder: Path, *first: Any) -> AbstractContextManager[JudgeServer]:
+def serving_model(folder: Path, *first: Any) -> AbstractContextManager[Server]:
     """A server that speaks vLLM's ``/classify`` where ``input`` is given, SGLang's where ``input_ids`` is.
 
     A model here computes, but for the ``first`` answers.
     """
-    model = load_classifier(RewardModelConfig(model_path=str(folder)))
+    model, lock = load_classifier(RewardModelConfig(model_path=str(folder))), threading.Lock()
 
-    def classify(body: Any) -> Reply:
+    def classify(_: str, body: Any) -> Reply:
         rows = body.get("input") or body["input_ids"]
-        logits = logits_of(model, rows, Padding(model.config).of(rows), "cpu")
+        with lock:
+            logits = logits_of(model, rows, Padding(model.config).of(rows), "cpu")
         if "input_ids" in body:
-            return replied([{"embedding": row, "meta_info": {}} for row in logits])
+            return in_json([{"embedding": row, "meta_info": {}} for row in logits])
         assert body["use_activation"] is False
         data = [{"index": i, "probs": row, "label": None, "num_classes": len(row)} for i, row in enumerate(logits)]
-        return replied({"object": "list", "data": data[::-1]})
+        return in_json({"object": "list", "data": data[::-1]})
 
-    return serving(*map(replied, first), classify)
-
-
-def replied(answer: Any) -> Reply:
-    return Reply(body=json.dumps(answer))
+    return serving(*map(in_json, first), classify)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -545,7 +544,7 @@ def test_scores_are_those_of_the_same_model_here(kind, qwen, llama, monkeypatch)
     monkeypatch.setenv("REWARD_KEY", KEY)
     for folder, args in ((qwen, {"sigmoid": True}), (llama, {"label": "good", "probability": True, "scale": 2.0})):
         with serving_model(folder) as server:
-            url = f"http://127.0.0.1:{server.port}"
+            url = server.url
             remote = {"url": url, "server": kind, "model_name": "rm", "api_key_env": "REWARD_KEY"}
             found = score_all(folder, remote=remote, device="auto", batch_size=4, **args)
         expected = score_all(folder, **args)
@@ -559,7 +558,7 @@ def test_scores_are_those_of_the_same_model_here(kind, qwen, llama, monkeypatch)
 def test_answers_that_cannot_be_used_are_errors_and_what_the_server_decides_is_no_key(qwen):
     wrong = {"data": [{"index": 0, "probs": [0.5, 0.5]}]}
     with serving_model(qwen, wrong, {"detail": "starting"}) as server:
-        remote = {"url": f"http://127.0.0.1:{server.port}/classify", "retry_wait": 0.0, "max_attempts": 2}
+        remote = {"url": f"{server.url}/classify", "retry_wait": 0.0, "max_attempts": 2}
         with pytest.raises(RewardError, match=r"expected outputs of vllm.*attempt 2 of 2"):
             score_all(qwen, SAMPLES[:1], remote=remote, device="auto")
         assert scores(qwen, SAMPLES[:1], remote=remote, device="auto") == close_to(scores(qwen, SAMPLES[:1]))

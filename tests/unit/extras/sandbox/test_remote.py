@@ -1,14 +1,9 @@
 """Programs on a sandbox service: a real HTTP server on loopback that runs them in this library's own sandbox."""
 
 import asyncio
-import json
 import logging
 import re
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -18,6 +13,8 @@ from roll.extras.sandbox.pool import Sandbox, SandboxLimits
 from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import RewardError, RewardResult, Sample
 from roll.rewards.types import SandboxUnavailableError
+from tests.support import web
+from tests.support.web import Reply, Server, in_json
 from tests.unit.extras.sandbox.code_forms import ADD, PRODUCT, PROGRAM, SUBTRACT
 
 CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}
@@ -26,59 +23,27 @@ PROGRAMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2
 KEY = "sk-remote-very-secret"
 
 
-class Service(ThreadingHTTPServer):
-    """Speaks SandboxFusion's interface; ``faults`` are answered first, as status and body."""
-
-    daemon_threads = True
-
-    def __init__(self, faults: list[tuple[int, str]]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url, self.faults = f"http://127.0.0.1:{self.server_port}", faults
-        self.requests: list[tuple[str, str | None, dict[str, Any]]] = []
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Service
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.requests.append((self.path, self.headers["authorization"], body))
-        fault = self.server.faults.pop(0) if self.server.faults else None
-        status, content = fault or (200, json.dumps(self.answer(body)))
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content.encode())))
-        self.end_headers()
-        self.wfile.write(content.encode())
-
-    @staticmethod
-    def answer(body: dict[str, Any]) -> dict[str, Any]:
-        limits = SandboxLimits(wall_seconds=body["run_timeout"], memory_mb=body["memory_limit_MB"])
-        done = asyncio.run(Sandbox().run_program(body["code"], body["stdin"], limits))
-        ended = {"status": "Finished", "return_code": done.exit_code}
-        if done.timed_out:
-            ended = {"status": "TimeLimitExceeded", "return_code": None}
-        run = {**ended, "execution_time": done.wall_s, "stdout": done.stdout, "stderr": done.stderr}
-        good = not done.timed_out and done.exit_code == 0
-        return {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": run}
-
-    def log_message(self, *_: Any) -> None: ...
+def run(_: str, asked: dict[str, Any]) -> Reply:
+    """Speaks SandboxFusion's interface."""
+    limits = SandboxLimits(wall_seconds=asked["run_timeout"], memory_mb=asked["memory_limit_MB"])
+    done = asyncio.run(Sandbox().run_program(asked["code"], asked["stdin"], limits))
+    ended = {"status": "Finished", "return_code": done.exit_code}
+    if done.timed_out:
+        ended = {"status": "TimeLimitExceeded", "return_code": None}
+    result = {**ended, "execution_time": done.wall_s, "stdout": done.stdout, "stderr": done.stderr}
+    good = not done.timed_out and done.exit_code == 0
+    return in_json(
+        {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": result}
+    )
 
 
-@contextmanager
-def serving(*faults: tuple[int, str]) -> Iterator[Service]:
+def serving(*faults: Reply) -> AbstractContextManager[Server]:
+    """A service that answers the ``faults`` first."""
     try:
         Sandbox()
     except SandboxUnavailableError as error:
         pytest.skip(f"nothing isolates programs here: {error}")
-    service = Service(list(faults))
-    thread = threading.Thread(target=service.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield service
-    finally:
-        service.shutdown()
-        thread.join()
-        service.server_close()
+    return web.serving(*faults, run)
 
 
 def score_all(
@@ -116,8 +81,8 @@ def test_programs_score_as_in_the_local_sandbox(good, bad, tests):
     assert (right.score, right.correct) == (1.0, True)
     assert right.parts == {"tests_passed": 1.0, "request_retries": 0.0}
     assert not wrong.correct and wrong.score < 1
-    path, _, body = service.requests[0]
-    assert path == "/run_code" and body["language"] == "python"
+    body = service.bodies[0]
+    assert service.paths[0] == "/run_code" and body["language"] == "python"
     assert (body["memory_limit_MB"], body["run_timeout"] <= 8) == (256, True)
 
 
@@ -139,11 +104,11 @@ def test_what_did_not_pass_the_tests_scores_nothing_and_a_test_that_takes_too_lo
     assert half.score == 0.5
 
 
-_ERROR = json.dumps({"status": "SandboxError", "message": "no pod is free"})
+ERROR = in_json({"status": "SandboxError", "message": "no pod is free"})
 
 
 def test_failures_of_the_service_are_tried_again_and_counted():
-    with serving((503, "busy"), (200, "<html>"), (200, _ERROR)) as service:
+    with serving(Reply(503, "busy"), Reply(body="<html>"), ERROR) as service:
         [verdict] = score_all(service.url, [PROGRAM], PROGRAMS, {"max_attempts": 4})
     assert verdict.correct and verdict.parts["request_retries"] == 3.0
 
@@ -151,9 +116,9 @@ def test_failures_of_the_service_are_tried_again_and_counted():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ((200, _ERROR), r"at http://127.*/run_code: status 'SandboxError': 'no pod is free' \(attempt 2 of 2\)"),
-        ((200, '{"status": "Success"}'), "expected the status of a run as JSON, got"),
-        ((404, "not here"), "status 404, expected 200: 'not here'"),
+        (ERROR, r"at http://127.*/run_code: status 'SandboxError': 'no pod is free' \(attempt 2 of 2\)"),
+        (in_json({"status": "Success"}), "expected the status of a run as JSON, got"),
+        (Reply(404, "not here"), "status 404, expected 200: 'not here'"),
     ],
 )
 def test_a_service_that_does_not_run_the_program_is_an_error_and_no_zero(fault, message):
@@ -165,24 +130,19 @@ def test_a_key_is_sent_and_never_told(monkeypatch, caplog):
     monkeypatch.setenv("SANDBOX_KEY", KEY)
     caplog.set_level(logging.DEBUG)
     refused = pytest.raises(RewardError, match="<redacted> is unknown")
-    with serving((401, f"{KEY} is unknown")) as service, refused as caught:
+    with serving(Reply(401, f"{KEY} is unknown")) as service, refused as caught:
         score_all(service.url, [PROGRAM], PROGRAMS, {"api_key_env": "SANDBOX_KEY"})
-    assert [key for _, key, _ in service.requests] == [f"Bearer {KEY}"]
+    assert [headers["authorization"] for headers in service.headers] == [f"Bearer {KEY}"]
     assert KEY not in str(caught.value) and KEY not in caplog.text
     with pytest.raises(ValueError, match=r"remote\.api_key_env: the environment variable NO_SUCH_KEY is not set"):
         score_all("http://localhost:9", [PROGRAM], PROGRAMS, {"api_key_env": "NO_SUCH_KEY"})
 
 
 def test_a_silent_service_times_out():
-    class Silent(Handler):
-        def do_POST(self) -> None:
-            time.sleep(2)
-
-    with serving() as service:
-        service.RequestHandlerClass = Silent  # type: ignore[misc]
-        remote = {"request_timeout": 0.1, "max_attempts": 1}
-        with pytest.raises(RewardError, match=r"no reply within request_timeout = 0\.1 \+ 0\.2 seconds"):
-            score_all(service.url, [PROGRAM], PROGRAMS, remote, wall_seconds=0.2)
+    remote = {"request_timeout": 0.1, "max_attempts": 1}
+    late = pytest.raises(RewardError, match=r"no reply within request_timeout = 0\.1 \+ 0\.2 seconds")
+    with serving(Reply(delay=2)) as service, late:
+        score_all(service.url, [PROGRAM], PROGRAMS, remote, wall_seconds=0.2)
 
 
 @pytest.mark.parametrize(

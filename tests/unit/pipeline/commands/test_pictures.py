@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from roll.__main__ import main
 from tests.support.cli import refused
 from tests.support.lines import read_lines as read
 from tests.support.picture_models import greedy_words, make_picture_model
-from tests.unit.rewards.test_judge import says, serving, shown_in
+from tests.support.web import Reply, serving
+from tests.unit.rewards.test_judge import says, shown_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = ("--temperature", "0", "--max-tokens", "6", "--max-length", "128")
@@ -91,23 +91,16 @@ def test_pictures_that_cannot_be_asked_are_told_before_a_model_loads(seeing, mod
 
 def test_generate_and_score_take_pictures_at_addresses(seeing, files, rows, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    asked: list[str] = []
 
-    class Web(SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(tmp_path))
+    def file(path: str, _: Any) -> Reply:
+        name = tmp_path / path[1:]
+        return Reply(body=name.read_bytes()) if name.is_file() else Reply(404)
 
-        def log_message(self, *args: Any) -> None:
-            asked.append(self.path)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        web = f"http://127.0.0.1:{server.server_port}"
-        lines = [{"prompt": "so?", "images": [f"{web}/{name}.png"], "solution": "0"} for name in (1, "none")]
+    with serving(file) as web:
+        lines = [{"prompt": "so?", "images": [f"{web.url}/{name}.png"], "solution": "0"} for name in (1, "none")]
         out = tmp_path / "said.jsonl"
         asking = ["generate", seeing, rows("a.jsonl", lines[:1]), "-o", str(out), *GREEDY, "--chat"]
-        assert "not fetched from addresses" in refused(capsys, *asking) and not asked
+        assert "not fetched from addresses" in refused(capsys, *asking) and not web.paths
         assert "expected https://" in refused(capsys, *asking, "--image-urls", "any")
         assert "without https://" in refused(capsys, *asking, "--image-urls", "https://a")
         urls = ["--image-urls", "127.0.0.1,example.org"]
@@ -123,12 +116,10 @@ def test_generate_and_score_take_pictures_at_addresses(seeing, files, rows, tmp_
             assert main([*scoring, *urls]) == 0
             unseen = rows("c.jsonl", [{**lines[1], "answers": ["3"]}])
             told = refused(capsys, "score", unseen, "--no-truth", "--verifier", *verifier, *urls)
-        server.shutdown()
-        thread.join()
     assert "c.jsonl:1: images[0]: " in told
     (body,) = judge.bodies
     assert np.array_equal(np.asarray(shown_in(body)[0]), PIXELS[1])
-    assert sum(path == "/1.png" for path in asked) == 1, "once for both commands"
+    assert web.paths.count("/1.png") == 1, "once for both commands"
 
 
 def test_a_path_out_of_the_folder_is_allowed_by_an_option(seeing, files, rows, tmp_path, capsys):
