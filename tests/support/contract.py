@@ -244,11 +244,12 @@ def assert_scored(
     model: PreTrainedModel,
     prompt_list: Iterable[np.ndarray],
     temperature: float = 1.0,
+    atol: float = 1e-4,
 ) -> None:
     """The completions say of their tokens what the model says at that temperature; greedy ones at 1."""
     for completion, prompt in zip(completions, prompt_list, strict=True):
         expected = forward_logprobs(model, prompt, completion.token_ids, temperature)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=atol)
 
 
 def assert_greedy(

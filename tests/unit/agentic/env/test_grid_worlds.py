@@ -11,13 +11,10 @@ import pytest
 from roll.agentic.env.frozen_lake import FrozenLakeEnv
 from roll.agentic.env.sokoban import SokobanEnv
 from roll.agentic.env.sokoban_boards import Board
+from tests.support.tags import answer
 
 MOVES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 SHORT = {"max_solution": 4, "num_walls": 4}
-
-
-def answer(name: str) -> str:
-    return f"<answer>{name}</answer>"
 
 
 def find(text: str, symbols: str) -> list[tuple[int, int]]:
@@ -232,17 +229,12 @@ def test_the_same_seed_gives_the_same_board_in_another_process():
         "for seed in (0, 1, 2**40): sys.stdout.write(env.reset(seed=seed)[0] + env.board.hash)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    run = lambda hash_seed: subprocess.run(  # noqa: E731
-        [sys.executable, "-c", code],
-        env={"PYTHONHASHSEED": hash_seed, "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=True,
-    )
     env = SokobanEnv(**config)
     here = "".join(env.reset(seed=seed)[0] + env.board.hash for seed in (0, 1, 2**40))
-    assert run("1").stdout == run("2").stdout == here
+    for hash_seed in ("1", "2"):
+        other = {"PYTHONHASHSEED": hash_seed, "PYTHONUTF8": "1"}
+        run = subprocess.run([sys.executable, "-c", code], env=other, capture_output=True, encoding="utf-8", check=True)
+        assert run.stdout == here
 
 
 def test_seeds_give_different_boards_and_layouts_the_same_in_every_version():

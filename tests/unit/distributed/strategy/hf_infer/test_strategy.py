@@ -28,6 +28,7 @@ from roll.models.tiny import make_tokenizer
 from tests.support import contract
 from tests.support.choice import one_in, slow_but
 from tests.support.contract import (
+    assert_scored,
     burst,
     forward_logprobs,
     greedy_oracle,
@@ -107,9 +108,7 @@ def assert_said(
     temperature: float = 1.0,
 ) -> None:
     """Completions say of their tokens what the model says at that temperature."""
-    for request, completion in zip(requests, completions, strict=True):
-        expected = forward_logprobs(model, request.prompt_ids, completion.token_ids, temperature)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+    assert_scored(completions, model, [request.prompt_ids for request in requests], temperature, atol=1e-5)
 
 
 def assert_greedy(model: PreTrainedModel, requests: Sequence[GenerateRequest], completions: Sequence[Completion]):
