@@ -169,7 +169,7 @@ def title(process: psutil.Process) -> str:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    assert not [process for process in processes if not gone(process.pid, seconds=20.0)]
+    assert gone(*(process.pid for process in processes), seconds=20.0)
 
 
 FAULTS = Path(__file__).parents[1] / "support" / "sglang_faults.py"

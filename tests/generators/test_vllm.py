@@ -154,7 +154,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path):
         os.kill(engine, signal.SIGKILL)
         assert all(isinstance(result, GenerationError) for result in polled(worker, requests).values())
         ray.kill(worker)
-    assert not [pid for pid in children if not gone(pid, seconds=20.0)]
+    assert gone(*children, seconds=20.0)
 
 
 def _descendants(pid: int) -> list[int]:

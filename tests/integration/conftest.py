@@ -22,6 +22,7 @@ from torch import Tensor
 
 from roll.report.parting import MEASURED
 from tests.support.lines import read_lines, write_lines
+from tests.support.processes import happens
 from tests.support.warm.start import warm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,10 +120,8 @@ class Run:
         return found
 
     def assert_nothing_left(self, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left, [Path(f"/proc/{pid}/cmdline").read_text()[:200] for pid in left]
+        ended = happens(lambda: not self.processes(), seconds)
+        assert ended, [Path(f"/proc/{pid}/cmdline").read_text()[:200] for pid in self.processes()]
 
     @property
     def summary(self) -> dict[str, Any]:

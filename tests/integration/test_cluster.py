@@ -34,6 +34,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.pipeline.roles import Replicas, RestartBudget
 from roll.pipeline.workers import InferWorker
 from tests.support.probes import Meeting, Probe
+from tests.support.processes import happens
 from tests.support.warm.start import warm_workers
 
 ROLES = [
@@ -263,9 +264,7 @@ def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(start, 
     with explained({"train": train}, path):
         os.kill(train.whereabouts[0].pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGUSR1)
-        deadline = time.monotonic() + 20
-        while not (path.exists() and path.read_text().endswith("\n\n")) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert happens(lambda: path.exists() and path.read_text().endswith("\n\n"), 20)
     _, _, gone, alive = path.read_text().split("\n----- ")
     assert "requested by SIGUSR1" in path.read_text() and "it is gone" in gone and "most recent call first" in alive
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -17,6 +17,7 @@ from roll.distributed.cluster.errors import RaySessionError
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.reaper import marked_processes
 from tests.integration.conftest import ROOT, done
+from tests.support.processes import happens
 
 LOCAL_DRIVER = """
 import multiprocessing, os, pathlib, signal, subprocess, sys, time
@@ -181,9 +182,7 @@ def start_driver(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], str]
 
 
 def assert_nothing_stays(tmp_path: Path, folder: str, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and (marked_processes(folder) or os.path.exists(folder)):
-        time.sleep(0.1)
+    happens(lambda: not marked_processes(folder) and not os.path.exists(folder), seconds)
     names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in marked_processes(folder)]
     assert not names
     assert not os.path.exists(folder)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from roll.models.tiny import make_tiny_model
 from tests.support.choice import needs
 from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
 from tests.support.harness import TEMPERATURE, Layout, make_batch, policy_loss, record, started
+from tests.support.processes import happens
 from tests.support.ranks import enter_rank, start_ranks, unpacked
 
 TRAINERS = {
@@ -67,10 +67,7 @@ def hand_over(value: Any, path: Path) -> None:
 
 
 def wait_for(path: Path, seconds: float = 300.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.05)
+    assert happens(path.exists, seconds), f"{path} did not come"
     return torch.load(path, weights_only=True)
 
 

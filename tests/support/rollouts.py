@@ -1,5 +1,9 @@
-"""Answers, turns, episodes and batches that tests of rollouts make up: they say only what is not as usual."""
+"""An engine that says what it is told to, and answers, turns, episodes and batches that tests of rollouts make up.
 
+They say only what is not as usual.
+"""
+
+import asyncio
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -8,8 +12,9 @@ import numpy as np
 
 from roll.data.batch import Batch
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason
+from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest
 from roll.models.tiny import make_tokenizer
+from roll.rewards.types import RewardResult, Sample
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
@@ -23,6 +28,47 @@ def sampled(ids: Any, request_id: str = "r", *, logprobs: Any = 0, versions: Any
     logprobs = np.full(len(ids), logprobs, dtype=np.float32)
     versions = np.full(len(ids), versions, dtype=np.int64)
     return Completion(request_id, ids, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, versions)
+
+
+class Engine:
+    """Says one text after the other in ``seconds`` each, the last one from then on; keeps what it was asked and said.
+
+    A text may be given in parts, which are tokenized one by one.
+    """
+
+    version = 3
+
+    def __init__(
+        self, *texts: str | list[str], renderer: ChatRenderer = RENDERER, ends: bool = True, seconds: float = 0.0
+    ) -> None:
+        self.texts, self.renderer, self.ends, self.seconds = texts, renderer, ends, seconds
+        self.requests: list[GenerateRequest] = []
+        self.log: list[tuple[list[int], list[int]]] = []
+        self.given_up = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        text = self.texts[min(len(self.requests), len(self.texts) - 1)]
+        self.requests.append(request)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        parts = [self.renderer.words(part) for part in ([text] if isinstance(text, str) else text)]
+        whole = np.concatenate([*parts, [self.renderer.turn_end()[1]] * self.ends])
+        ids = whole[: request.params.max_new_tokens]
+        self.log.append((request.prompt_ids.tolist(), ids.tolist()))
+        logprobs, stops = np.linspace(-1, 0, len(ids)) - len(self.log), len(ids) == len(whole)
+        return sampled(ids, request.request_id, logprobs=logprobs, versions=self.version, stops=stops)
+
+    def pinned(self) -> GenerateFn:
+        return self.generate
+
+
+async def judge(sample: Sample) -> RewardResult:
+    """Looks for the true answer in the words of an answer."""
+    good = f"<answer>{sample.ground_truth}</answer>" in sample.response
+    return RewardResult(float(good), good, sample.response)
 
 
 def make_turn(

@@ -1,15 +1,13 @@
-"""An engine that says what it is told to, and an endpoint before it."""
+"""An endpoint before an engine, and agents who ask it."""
 
 import asyncio
 import contextlib
 import os
 import textwrap
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 
 from roll.agentic.tools.dialects import dialect
@@ -17,8 +15,7 @@ from roll.configs.agent import AgentConfig
 from roll.configs.data import DataArguments
 from roll.data.prompts import Prompt, load_prompts
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
-from roll.rewards.types import RewardResult, Sample
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
 from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
@@ -26,41 +23,11 @@ from roll.rollout.env_manager import EpisodeSpec, LengthLimits
 from roll.rollout.prompt_worker import PromptEnv
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import Trajectory
-from tests.support.rollouts import RENDERER, TOKENIZER
+from tests.support.rollouts import RENDERER, Engine, judge
 
 LIMITS = LengthLimits(prompt_length=1900, sequence_length=2000)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 PARAMS = SamplingParams(max_new_tokens=300)
-
-
-@dataclass
-class Engine:
-    """Says one text after the other, each in ``seconds``; keeps what it was given and what it sampled."""
-
-    texts: list[str]
-    seconds: float = 0.0
-    end: bool = True
-    log: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    requests: list[GenerateRequest] = field(default_factory=list)
-    version: int = 0
-    given_up: int = 0
-    tokenizer: Any = TOKENIZER
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        self.requests.append(request)
-        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        try:
-            await asyncio.sleep(self.seconds)
-        except asyncio.CancelledError:
-            self.given_up += 1
-            raise
-        ids = np.array(self.tokenizer.encode(text) + [self.tokenizer.eos_token_id] * self.end, dtype=np.int64)
-        reason = FinishReason.STOP
-        if len(ids) > request.params.max_new_tokens:
-            ids, reason = ids[: request.params.max_new_tokens], FinishReason.LENGTH
-        self.log.append((request.prompt_ids.tolist(), ids.tolist()))
-        logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32) - len(self.log)
-        return Completion(request.request_id, ids, logprobs, reason, np.full(len(ids), self.version))
 
 
 class Dying(Engine):
@@ -115,11 +82,6 @@ task = json.load(open(os.environ["ROLL_TASK"]))
 answer = ask("/chat/completions", model="any", messages=task["messages"])["choices"][0]["message"]["content"]
 """
 """A program that asks once, without a client's long start."""
-
-
-async def judge(sample: Sample) -> RewardResult:
-    good = f"<answer>{sample.ground_truth}</answer>" in sample.response
-    return RewardResult(float(good), good, sample.response)
 
 
 @contextlib.asynccontextmanager

@@ -24,8 +24,8 @@ from roll.rollout.endpoint.session import Wanted
 from roll.rollout.env_manager import Recorder
 from roll.rollout.types import RolloutGroup
 from roll.rollout.workers import FlatGroups
-from tests.support.rollouts import make_trajectory, make_turn
-from tests.support.said_engine import Engine, new_session
+from tests.support.rollouts import Engine, make_trajectory, make_turn
+from tests.support.said_engine import new_session
 
 PAD = 9
 CAT, DOG = (Item(np.frombuffer(name * 100, dtype=np.uint8)) for name in (b"cat", b"dog"))
@@ -128,12 +128,12 @@ def test_an_endpoints_session_counts_and_samples_them_apart():
         return np.array(prompt(item))
 
     async def ask() -> list[GenerateRequest]:
-        engine = Engine(["-"])
+        engine = Engine("-")
         session = new_session(engine)
         for item in (CAT, DOG, CAT):
             await session.complete(ids(item), Wanted())
         assert len({turn.state_key for turn in session.turns}) == 2
-        again = Engine(["-"])
+        again = Engine("-")
         await new_session(again).complete(ids(DOG), Wanted())
         return [*engine.requests, *again.requests]
 

@@ -14,7 +14,7 @@ import pytest
 from roll.rewards import VERIFIERS, RewardError, RewardResult, Sample
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
 from tests.support.echo import Echo
-from tests.support.processes import gone
+from tests.support.processes import gone, happens
 
 
 def sample(response: str, **values: object) -> Sample:
@@ -58,7 +58,7 @@ async def test_a_slow_expression_is_killed_and_the_others_go_on():
         after = set(pool.pids)
     assert len(good) == 1 and good <= before
     assert len(after) == 2 and {verdict.score for verdict in both} == after and len(after & before) == 1
-    assert all(gone(pid) for pid in before)
+    assert gone(*before)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ async def test_closing_ends_the_children_and_the_checks():
     with pytest.raises(RewardError, match="closed"):
         await pool.check(0, sample("hi"), 1)
     assert all(isinstance(result, RewardError) for result in results)
-    assert len(pids) == 2 and not pool.pids and all(gone(pid) for pid in pids)
+    assert len(pids) == 2 and not pool.pids and gone(*pids)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -152,8 +152,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         if busy:
-            while not (tmp_path / "pid").exists():
-                time.sleep(0.02)
+            assert happens((tmp_path / "pid").exists)
         os.kill(parent.pid, signal.SIGKILL)
     assert gone(pid)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll.rollout.call_threads import PATIENCE_S, QUICK_S, CallThreads, CallTimeoutError, Mailbox
-from tests.unit.rollout.conftest import wait_until
+from tests.support.processes import happens
 
 
 def mailboxes(number: int, threads: CallThreads | None = None, **options: Any) -> list[Mailbox]:
@@ -79,7 +79,7 @@ async def test_a_call_that_is_given_up_before_it_begins_never_does(gate):
     gate.set()
     await busy
     close(first)
-    wait_until(lambda: begun != [])
+    assert happens(lambda: begun != [])
     time.sleep(2 * PATIENCE_S)
     assert begun == ["closed"]
 
@@ -95,7 +95,7 @@ async def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy():
     with pytest.raises(CallTimeoutError):
         await box.run("step", busy, 0.1)
     close(box)
-    wait_until(lambda: threading.active_count() <= before)
+    assert happens(lambda: threading.active_count() <= before)
 
 
 async def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_the_same():
@@ -117,7 +117,7 @@ async def test_an_environment_that_is_given_up_as_its_call_ends_is_closed_all_th
     for first in range(0, 1000, 40):
         given_up += await asyncio.gather(*(play(first + number) for number in range(40)))
     assert any(given_up)
-    wait_until(lambda: len(closed) == len(given_up))
+    assert happens(lambda: len(closed) == len(given_up))
 
 
 @pytest.mark.parametrize("own_thread", [False, True])
@@ -134,7 +134,7 @@ async def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thr
     box.close(lambda: order.append("closed"))
     gate.set()
     await second
-    wait_until(lambda: order == ["first", "second", "closed"])
+    assert happens(lambda: order == ["first", "second", "closed"])
 
 
 async def test_an_environment_with_its_own_thread_stays_in_it():
@@ -157,7 +157,7 @@ def test_the_threads_end_with_the_last_environment(own_thread):
         close(*boxes)
 
     asyncio.run(play())
-    wait_until(lambda: threading.active_count() <= before)
+    assert happens(lambda: threading.active_count() <= before)
 
     async def again() -> int:
         (box,) = mailboxes(1, threads, own_thread=own_thread)
@@ -166,7 +166,7 @@ def test_the_threads_end_with_the_last_environment(own_thread):
         return ident
 
     assert asyncio.run(again()) != threading.get_ident(), "another loop can go on with them"
-    wait_until(lambda: threading.active_count() <= before)
+    assert happens(lambda: threading.active_count() <= before)
 
 
 async def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate):
@@ -208,4 +208,4 @@ def test_what_fails_while_an_environment_is_closed_is_told_in_the_log(caplog):
 
     (box,) = mailboxes(1)
     box.close(fail)
-    wait_until(lambda: "environment close raised OSError: the door is stuck" in caplog.text)
+    assert happens(lambda: "environment close raised OSError: the door is stuck" in caplog.text)

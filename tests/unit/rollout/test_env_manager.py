@@ -21,9 +21,8 @@ from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeAbortedErr
 from roll.rollout.env_runner import EnvRunner, checked_frame
 from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
-from tests.support.rollouts import RENDERER, TOKENIZER
+from tests.support.rollouts import RENDERER, TOKENIZER, Engine
 from tests.support.steps import usual_step
-from tests.unit.rollout.conftest import Engine
 
 SPEC = EpisodeSpec("Echo", group_id=4, member=1, env_seed=9, sampling_seed=77)
 ROOMY = LengthLimits(prompt_length=4000, sequence_length=8000)

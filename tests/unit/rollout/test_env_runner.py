@@ -32,8 +32,9 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from roll.tracking.run import RunFolder, read_json_lines
 from tests.support.examples import examples
+from tests.support.processes import happens
+from tests.support.rollouts import Engine
 from tests.support.steps import usual_step
-from tests.unit.rollout.conftest import Engine, wait_until
 
 
 class OddEnv(TextEnv):
@@ -102,7 +103,7 @@ async def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matter
     (env,) = built
     assert len(set(env.threads)) == 1 or not own_thread
     assert threading.get_ident() not in env.threads
-    wait_until(lambda: env.closed)
+    assert happens(lambda: env.closed)
 
 
 @pytest.mark.parametrize("options", [{}, {"own_thread": True}, {"instant": True}], ids=["shared", "own", "instant"])
@@ -185,7 +186,7 @@ def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", failures.append)
     asyncio.run(play()).close()
     gate.set()
-    wait_until(lambda: env.closed)
+    assert happens(lambda: env.closed)
     assert failures == []
 
 

@@ -32,8 +32,8 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from tests.support.picture_models import make_processor
+from tests.support.rollouts import Engine
 from tests.support.steps import usual_step
-from tests.unit.rollout.conftest import Engine
 
 RED = np.full((2, 3, 3), (200, 0, 0), np.uint8)
 

@@ -40,10 +40,9 @@ from roll.rollout.types import RolloutGroup, Trajectory
 from roll.rollout.workers import FlatGroups
 from tests.support.configs import words_of
 from tests.support.picture_models import make_processor
-from tests.support.rollouts import RENDERER, TOKENIZER
+from tests.support.rollouts import RENDERER, TOKENIZER, Engine
 from tests.support.talks import system, user
 from tests.unit.configs.test_rlvr_config import MINIMAL
-from tests.unit.rollout.conftest import Engine
 
 MESSAGES = (system("Add."), user("1+1="))
 PROMPT = Prompt("p1", "sums", MESSAGES, ground_truth={"value": 2}, extra_info={"level": 3})

@@ -25,9 +25,9 @@ from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup
 from roll.rollout.workers import FlatGroups, GroupWorker
+from tests.support.processes import happens
 from tests.support.rollouts import make_trajectory, make_turn
 from tests.support.warm.start import warm_workers
-from tests.unit.rollout.conftest import wait_until
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
 
@@ -91,7 +91,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def folder(started: Cluster) -> Path:
     folder: Path = started.folder  # type: ignore[attr-defined]
     # What the test before has given up may still be on its way.
-    wait_until(lambda: not started.dead() and not sum(started.call("busy") + started.call("busy")))
+    assert happens(lambda: not started.dead() and not sum(started.call("busy") + started.call("busy")))
     for path in folder.iterdir():
         path.unlink()
     return folder
@@ -266,7 +266,7 @@ def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(scheduler
     accepted, rejected = ids(collected.groups), ids(collected.rejected)
     assert len(accepted) == 4 and accepted == sorted(accepted) and rejected == [2] and 1 in admission.again
     assert sorted([*accepted, *rejected, *admission.again, *admission.ready]) == list(range(admission.next_draw))
-    wait_until(lambda: ["cancelled", "1"] in [note[:2] for note in notes(folder)])
+    assert happens(lambda: ["cancelled", "1"] in [note[:2] for note in notes(folder)])
     admission.commit()
     again = set(admission.again)
     assert set(ids(collecting.take(admission, 2).groups)) >= again, "they come first"
@@ -283,7 +283,7 @@ def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(scheduler
     for step in range(1, 5):
         groups = collecting.take(admission, step, accept=lambda group: group.group_id != 4).groups
         assert ids(groups) == [n for n in range(20) if n != 4][3 * step - 3 : 3 * step]
-        wait_until(lambda step=step: len(collecting.groups) == 3)  # type: ignore[misc]
+        assert happens(lambda step=step: len(collecting.groups) == 3)  # type: ignore[misc]
         assert started_ids(folder) == list(range(3 * (step + 1) + (step > 0))), "and none beyond the lag"
         admission.commit()
 
@@ -308,7 +308,7 @@ def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(schedu
     (folder / order).touch()
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
     assert ids(collecting.take(admission, 1).groups) == [0, 1, 2]
-    wait_until(lambda: collecting._failure is not None)
+    assert happens(lambda: collecting._failure is not None)
     assert errors == []
     admission.commit()
     assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
@@ -318,14 +318,14 @@ def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(schedu
 def test_rollouts_go_on_beside_training_after_a_loss_that_a_batch_had_not_to_wait_until(scheduler, folder):
     admission, collecting = Admission(3, ahead=6), scheduler(beside=True)
     collecting.take(admission, 1)
-    wait_until(lambda: len(collecting.groups) == 6)
+    assert happens(lambda: len(collecting.groups) == 6)
     (folder / "engine-9").touch()
     admission.commit()
     assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
-    wait_until(lambda: collecting._failure is not None)
+    assert happens(lambda: collecting._failure is not None)
     admission.commit()
     assert ids(collecting.take(admission, 3).groups) == [6, 7, 8]
-    wait_until(lambda: sorted(collecting.groups) == [9, 10, 11, 12, 13, 14])
+    assert happens(lambda: sorted(collecting.groups) == [9, 10, 11, 12, 13, 14])
 
 
 def test_groups_of_another_configuration_are_played_again_after_a_resume(scheduler, folder):
@@ -395,10 +395,10 @@ def test_what_fails_beside_training_is_raised_by_the_next_batch(scheduler, folde
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
     collecting.take(admission, 1)
     admission.commit()
-    wait_until(lambda: len(collecting.groups) == 3)
+    assert happens(lambda: len(collecting.groups) == 3)
     (folder / "fail-6").touch()
     collecting.take(admission, 2)  # what it takes was there
-    wait_until(lambda: collecting._failure is not None)
+    assert happens(lambda: collecting._failure is not None)
     admission.commit()
     with pytest.raises(ValueError, match="no such level"):
         collecting.take(admission, 3)

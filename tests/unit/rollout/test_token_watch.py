@@ -24,8 +24,8 @@ from roll.rollout.tokenization_audit import COMPARED, TokenCheck, TokenizationAu
 from roll.rollout.tool_box import told_tools
 from roll.rollout.types import RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
+from tests.support.rollouts import Engine
 from tests.support.talks import user
-from tests.unit.rollout.conftest import Engine
 from tests.unit.rollout.test_tool_env import PROMPT
 from tests.unit.rollout.test_tool_env import play as play_with_tools
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +33,8 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.tool_box import Answers, ToolBox, told_tools
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.mcp_http import SCRIPT
-from tests.support.rollouts import RENDERER, TOKENIZER
-from tests.unit.rollout.conftest import Engine, judge
+from tests.support.processes import gone
+from tests.support.rollouts import RENDERER, TOKENIZER, Engine, judge
 
 HERE = "tests.unit.rollout.test_tool_env"
 PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51")
@@ -153,7 +152,8 @@ def test_a_call_is_answered_and_the_answer_is_judged():
     assert batch.num_sequences == 1
     assert batch.tokens_T[batch.loss_mask_T].tolist() == [token for _, ids in engine.log for token in ids]
     assert batch.rollout_logprobs_T is not None
-    assert set(batch.rollout_logprobs_T[batch.loss_mask_T].tolist()) == {-1.0, -2.0}
+    sampled = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
+    assert batch.rollout_logprobs_T[batch.loss_mask_T].tolist() == sampled.tolist()
     opening = TOKENIZER.decode(first)
     assert '"name": "calculator"' in opening and "other" not in opening
     metrics = rollout_metrics([group], "train")
@@ -342,18 +342,6 @@ class Box:
         return answers.messages[0]["content"], +answers.counts
 
 
-def are_gone(pids: list[int], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while left := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]:
-        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in left]
-        if set(states) == {"Z"}:
-            break
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 FAILED = {
     "exit": "error: its process died (exit code 3)",
     "leave a thread of the pipe": "error: its process died (exit code 4)",
@@ -378,16 +366,16 @@ async def test_whatever_a_call_does_is_answered_and_counted_and_the_next_one_wor
     assert {what: text for what, (text, _) in found.items()} == FAILED | ANSWERED
     for what, (_, counts) in found.items():
         assert counts == ({"tool_calls": 1, "failed_calls": 1} if what in FAILED else {"tool_calls": 1})
-    assert are_gone([int(pid) for pid in (tmp_path / "fork").read_text().split()])
+    assert gone(*map(int, (tmp_path / "fork").read_text().split()))
 
 
 async def test_a_call_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
     async with Box(timeout=1.0, processes=1) as box:
         hung = await box.call("act", what="hang", path=str(tmp_path / "pids"))
-        gone = are_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+        assert gone(*map(int, (tmp_path / "pids").read_text().split()))
         waited, counted = await box.call("wait", seconds=600), await box.call("act", what="count")
     late = {"tool_calls": 1, "failed_calls": 1, "call_timeouts": 1}
-    assert hung == ("error: act took longer than 1 s", late) and gone
+    assert hung == ("error: act took longer than 1 s", late)
     assert waited == ("error: wait took longer than 1 s", late)
     assert counted == ("1", {"tool_calls": 1})
 
@@ -431,7 +419,7 @@ async def test_a_call_that_is_given_up_leaves_nothing(tmp_path):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         first, _ = map(int, path.read_text().split())
-        assert (are_gone([first]), (await box.call("act", what="count"))[0]) == (True, "1")
+        assert (gone(first), (await box.call("act", what="count"))[0]) == (True, "1")
 
 
 def test_a_reply_that_comes_between_the_looks_at_the_pipe_and_at_the_process_counts(monkeypatch):

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from tests.support.cli import call, refused
 from tests.support.families import tiny_config, tiny_model
 from tests.support.known_families import KNOWN as KNOWN_FAMILIES
 from tests.support.picture_models import FAMILIES, make_processor
+from tests.support.processes import happens
 from tests.support.sizes import sizes
 
 SIZES: dict[str, Any] = sizes(96, 32, 48, 2, 4, 2)
@@ -568,10 +568,7 @@ def start(file: Path) -> subprocess.Popen[str]:
         (programs / name).chmod(0o755)
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
     process = subprocess.Popen(["bash", str(file)], cwd=folder, env=environment, text=True, start_new_session=True)
-    end = time.monotonic() + 30
-    while not (folder / "started").exists():
-        assert time.monotonic() < end and process.poll() is None, "the run did not start"
-        time.sleep(0.02)
+    assert happens((folder / "started").exists, 30), "the run did not start"
     return process
 
 

@@ -12,7 +12,8 @@ from roll.configs.agent import AgentSandboxConfig
 from roll.extras.sandbox import cell
 from roll.rewards.types import SandboxUnavailableError
 from roll.rollout.agents.task import AgentError
-from tests.support.said_engine import ASK, GOOD, Engine, marked, play, script
+from tests.support.rollouts import Engine
+from tests.support.said_engine import ASK, GOOD, marked, play, script
 
 
 def setup_module() -> None:
@@ -59,7 +60,7 @@ open(os.environ["ROLL_ANSWER"], "w").write(json.dumps(seen) + answer)
         other.listen()
         command = ["python", str(program), str(other.getsockname()[1])]
         more = {"template": str(tmp_path / "template"), "env": {"COLOUR": "blue"}}
-        episode = play(Engine([GOOD]), command=command, sandbox={}, **more)
+        episode = play(Engine(GOOD), command=command, sandbox={}, **more)
     assert episode.success
     seen = json.loads(episode.final_observation.removesuffix(GOOD))
     assert seen["files"] == ["a.py", "b.py"] and not (tmp_path / "template" / "src" / "b.py").exists()
@@ -88,7 +89,7 @@ FILES = "import time\nfor i in range(4): open(f'{i}', 'wb').write(bytes(1 << 20)
 def test_what_is_more_than_a_command_may_use_ends_it(program, limits, told, monkeypatch):
     monkeypatch.setattr(cell, "_LOOK_S", 0.05)
     with pytest.raises(AgentError, match=told):
-        play(Engine([GOOD]), command=script(program), sandbox=limits, timeout=60)
+        play(Engine(GOOD), command=script(program), sandbox=limits, timeout=60)
 
 
 def test_a_program_that_forks_and_stays_is_ended_with_its_sandbox():
@@ -103,7 +104,7 @@ def test_a_program_that_forks_and_stays_is_ended_with_its_sandbox():
                 pass
     """
     with pytest.raises(AgentError, match=r"took longer than agent.timeout=2 s"):
-        play(Engine([GOOD]), command=script(forks), sandbox={"processes": 20}, timeout=2)
+        play(Engine(GOOD), command=script(forks), sandbox={"processes": 20}, timeout=2)
     assert marked(mark) == []
 
 
@@ -112,6 +113,6 @@ def test_a_sandbox_that_cannot_be_set_up_is_named(monkeypatch, tmp_path):
     broken.write_text("raise SystemExit('no namespaces today')")
     monkeypatch.setattr(cell, "INNER", broken)
     with pytest.raises(AgentError, match=r"agent.sandbox: the isolation failed: no namespaces today"):
-        play(Engine([GOOD]), command=script(ASK), sandbox={})
+        play(Engine(GOOD), command=script(ASK), sandbox={})
     with pytest.raises(ValueError, match="expected an absolute path that exists"):
-        play(Engine([GOOD]), command=[sys.executable], sandbox={"readable": ["/no/where"]})
+        play(Engine(GOOD), command=[sys.executable], sandbox={"readable": ["/no/where"]})

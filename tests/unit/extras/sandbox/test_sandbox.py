@@ -22,6 +22,7 @@ from roll.extras.sandbox import pool as module
 from roll.extras.sandbox import run as sandbox_run
 from roll.extras.sandbox.pool import Sandbox, SandboxError, SandboxLimits, SandboxResult
 from roll.rewards.types import SandboxUnavailableError
+from tests.support.processes import happens
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -63,10 +64,7 @@ def nothing_stays(adopts_orphans, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("sandboxes")))
     processes, files, descriptors = descendants(), leftovers(), len(os.listdir("/proc/self/fd"))
     yield
-    deadline = time.monotonic() + 3
-    while descendants() - processes and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not descendants() - processes
+    assert happens(lambda: not descendants() - processes, 3)
     assert not leftovers() - files
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 

@@ -11,7 +11,8 @@ import pytest
 from roll.data.prompts import DataError, Prompt
 from roll.rollout.agents import harbor_task
 from roll.rollout.agents.harbor_task import TaskError
-from tests.support.said_engine import ASK, Engine, play, script, tasks
+from tests.support.rollouts import Engine
+from tests.support.said_engine import ASK, play, script, tasks
 
 TEST = """#!/bin/bash
 if [ "$(cat /app/out/sum.txt)" = "$EXPECTED" ] && [ "$(pwd)" = /app ] && [ -f /tests/words.txt ]; then
@@ -135,7 +136,7 @@ def test_an_agent_program_plays_it_as_an_episode(tmp_path):
     module = ["python", "-m", "roll.rollout.agents.harbor_task"]
     program = ASK + "os.mkdir('/app/out'); open('/app/out/sum.txt', 'w').write(answer)"
     keys = {"command": [*module, "play", *script(program)], "reward": "verify", "verify": [*module, "verify"]}
-    right, wrong = (play(Engine([answer]), prompt, **keys) for answer in ("42", "41"))
+    right, wrong = (play(Engine(answer), prompt, **keys) for answer in ("42", "41"))
     assert (right.score, right.success, wrong.score, wrong.success) == (1.0, True, 0.25, False)
     assert not Path("/app").exists()
 

@@ -9,35 +9,20 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from roll.rollout.agents.task import AgentError, AgentTask
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import EpisodeEnd
-from tests.support.said_engine import (
-    ASK,
-    GOOD,
-    PROMPT,
-    RENDERER,
-    Dying,
-    Engine,
-    marked,
-    play,
-    play_with,
-    player_of,
-    script,
-)
+from tests.support.processes import happens
+from tests.support.rollouts import RENDERER, Engine
+from tests.support.said_engine import ASK, GOOD, PROMPT, Dying, marked, play, play_with, player_of, script
+from tests.support.web import Reply, in_json, serving
 
 HERE = "tests.unit.rollout.agents.test_programs"
 CLIENT = """
@@ -55,7 +40,7 @@ def mark() -> str:
 
 
 def test_an_unmodified_client_script_plays_an_episode():
-    engine = Engine([f"<think>hm</think>{GOOD}"])
+    engine = Engine(f"<think>hm</think>{GOOD}")
     episode = play(engine, command=script(CLIENT))
     assert (episode.success, episode.score, episode.end) == (True, 1.0, EpisodeEnd.TERMINATED)
     assert episode.history and episode.turns[0].prompt_ids.tolist() == RENDERER.prompt(PROMPT.messages).tolist()
@@ -66,7 +51,7 @@ def test_an_unmodified_client_script_plays_an_episode():
 def test_an_agent_of_a_published_framework_calls_its_tool_in_one_row():
     pytest.importorskip("agents", reason="openai-agents is not installed")
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 3}}</tool_call>'
-    engine = Engine([call, "<answer>51</answer>"])
+    engine = Engine(call, "<answer>51</answer>")
     program = Path(__file__).parents[3] / "support" / "programs" / "agents_sdk.py"
     episode = play(engine, command=["python", str(program)], env={"OPENAI_AGENTS_DISABLE_TRACING": "1"}, timeout=120)
     assert (episode.success, episode.info["agent_rows"], episode.info["agent_rewritten"]) == (True, 1, 0)
@@ -81,7 +66,7 @@ def test_a_program_may_say_what_its_answer_is_and_knows_nothing_that_it_should_n
 open(os.environ["ROLL_ANSWER"], "w").write("<answer>51</answer>")
 json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_path / "seen")!r}, "w"))
 """
-    episode = play(Engine(["no idea"]), command=script(program), env={"COLOUR": "blue"})
+    episode = play(Engine("no idea"), command=script(program), env={"COLOUR": "blue"})
     assert episode.success and episode.turns[0].task_reward == 1.0 and episode.final_observation == GOOD
     task, environment, folder, files = json.loads((tmp_path / "seen").read_text())
     assert task.keys() == {"id", "tag", "prompt", "messages", "extra_info", "base_url"}
@@ -111,15 +96,15 @@ json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_pat
 )
 def test_a_program_that_fails_is_a_failure_and_no_reward(program, told):
     with pytest.raises(AgentError, match=told) as caught:
-        play(Engine([GOOD]), command=script(program))
+        play(Engine(GOOD), command=script(program))
     assert len(str(caught.value)) < 1000
 
 
 def test_a_command_that_is_not_there_is_named():
     with pytest.raises(AgentError, match=r"exit code 127: no_such_agent: No such file or directory"):
-        play(Engine([GOOD]), command=["no_such_agent"])
+        play(Engine(GOOD), command=["no_such_agent"])
     with pytest.raises(AgentError, match=r"agent.cwd: cannot start in '/no/where'"):
-        play(Engine([GOOD]), command=["true"], cwd="/no/where")
+        play(Engine(GOOD), command=["true"], cwd="/no/where")
 
 
 def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started(mark):
@@ -136,7 +121,7 @@ def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started(mark):
         time.sleep(1000)
     """
     with pytest.raises(AgentError, match=r"took longer than agent.timeout=3 s"):
-        play(Engine([GOOD]), command=script(program), timeout=3)
+        play(Engine(GOOD), command=script(program), timeout=3)
     assert marked(mark) == []
 
 
@@ -153,12 +138,12 @@ def test_a_coroutine_that_ignores_its_end_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr("roll.rollout.agents.episode._PATIENCE_S", 0.2)
     threading.Timer(3.0, LET_GO.set).start()  # the end of the event loop waits for it too
     with pytest.raises(AgentError, match=r"took longer than agent.timeout=0.3 s"):
-        play(Engine([GOOD]), type="python", path=f"{HERE}:stubborn", timeout=0.3)
+        play(Engine(GOOD), type="python", path=f"{HERE}:stubborn", timeout=0.3)
     assert "did not end when cancelled" in caplog.text
 
 
 def test_time_in_which_the_policy_answers_is_not_the_programs():
-    episode = play(Engine([GOOD], seconds=3), type="python", path=f"{HERE}:coroutine", timeout=2.5)
+    episode = play(Engine(GOOD, seconds=3), type="python", path=f"{HERE}:coroutine", timeout=2.5)
     assert episode.success and len(episode.turns) == 4
 
 
@@ -172,7 +157,7 @@ if os.fork() == 0:
         {mark!r}
 os._exit(0)
 """
-    episode = play(Engine([GOOD]), command=script(ASK + daemon))
+    episode = play(Engine(GOOD), command=script(ASK + daemon))
     assert episode.success and marked(mark) == []
 
 
@@ -181,17 +166,17 @@ async def test_calls_after_the_end_are_refused(tmp_path):
 
     tell = ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])"
     async with player_of(command=script(tell)) as player:
-        await play_with(player, Engine([GOOD]))
+        await play_with(player, Engine(GOOD))
         async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
             with pytest.raises(openai.APIStatusError) as caught:
                 await late.models.list()
         assert caught.value.status_code == 410
-        following = await play_with(player, Engine([GOOD]))
+        following = await play_with(player, Engine(GOOD))
     assert following.info["agent_turned_away"] == 1 and following.info["agent_refused"] == 0
 
 
 async def test_cancelling_an_episode_ends_its_program(mark):
-    engine = Engine([GOOD], seconds=1000)
+    engine = Engine(GOOD, seconds=1000)
     async with player_of(command=script(ASK + f"{mark!r}")) as player:
         playing = asyncio.create_task(play_with(player, engine))
         while not engine.requests:
@@ -212,17 +197,17 @@ def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it(mark):
 
 def test_a_program_that_meets_a_limit_is_judged_by_what_it_has():
     more = "ask('/chat/completions', messages=task['messages'])\n"
-    episode = play(Engine([GOOD, "no"]), command=script(ASK + more * 3), max_calls=2)
+    episode = play(Engine(GOOD, "no"), command=script(ASK + more * 3), max_calls=2)
     assert (episode.end, episode.success, len(episode.turns)) == (EpisodeEnd.TRUNCATED, False, 2)
     long = "task['messages'].append({'role': 'user', 'content': 'x' * 3000})\n" + more
-    episode = play(Engine([GOOD]), command=script(ASK + long))
+    episode = play(Engine(GOOD), command=script(ASK + long))
     assert (episode.end, episode.success) == (EpisodeEnd.CONTEXT_FULL, True)
     assert episode.info["agent_refused"] == 1
     cut = "raise SystemExit('an incomplete answer')"
-    episode = play(Engine([GOOD + "x" * 400]), command=script(ASK + cut))
+    episode = play(Engine(GOOD + "x" * 400), command=script(ASK + cut))
     assert (episode.end, episode.success) == (EpisodeEnd.TERMINATED, True)
     with pytest.raises(AgentError, match="an incomplete answer"):
-        play(Engine([GOOD]), command=script(ASK + cut))
+        play(Engine(GOOD), command=script(ASK + cut))
 
 
 def test_rewards_of_the_program_itself_count_where_it_is_allowed_to_say_them():
@@ -235,12 +220,12 @@ def status(reward):
 said = [status(reward) for reward in (0.25, 0.75, float("nan"))]
 open(os.environ["ROLL_ANSWER"], "w").write(f"{said[1]} {said[2]}")
 """
-    allowed = play(Engine(["x"]), command=script(ASK + post), reward="call")
+    allowed = play(Engine("x"), command=script(ASK + post), reward="call")
     assert (allowed.score, allowed.success, allowed.final_observation) == (0.75, True, "reward 400")
-    refused = play(Engine(["x"]), command=script(ASK + post))
+    refused = play(Engine("x"), command=script(ASK + post))
     assert (refused.score, refused.success, refused.final_observation) == (0.0, False, "403 400")
     with pytest.raises(AgentError, match="posted no reward"):
-        play(Engine(["x"]), command=script(ASK), reward="call")
+        play(Engine("x"), command=script(ASK), reward="call")
 
 
 def plain(task: AgentTask) -> str | None:
@@ -288,9 +273,9 @@ def number(task: AgentTask) -> Any:
 
 
 def test_functions_are_programs_too():
-    once = play(Engine([GOOD, "no"]), type="python", path=f"{HERE}:plain")
+    once = play(Engine(GOOD, "no"), type="python", path=f"{HERE}:plain")
     assert once.success and len(once.turns) == 2 and {turn.row for turn in once.turns} == {0}
-    many = play(Engine(["x", "y", "z", GOOD], seconds=0.05), type="python", path=f"{HERE}:coroutine")
+    many = play(Engine("x", "y", "z", GOOD, seconds=0.05), type="python", path=f"{HERE}:coroutine")
     assert len(many.turns) == 4 and sorted(turn.row for turn in many.turns) == [0, 1, 2, 3]
     for name, told in (
         ("hanging", "took longer than agent.timeout=0.5 s"),
@@ -300,57 +285,42 @@ def test_functions_are_programs_too():
         ("number", "returned 51 .int., expected a text or nothing"),
     ):
         with pytest.raises(AgentError, match=told):
-            play(Engine([GOOD]), type="python", path=f"{HERE}:{name}", timeout=0.5)
+            play(Engine(GOOD), type="python", path=f"{HERE}:{name}", timeout=0.5)
     assert ENDED.wait(10), "its thread has been ended"
 
 
-@asynccontextmanager
-async def service() -> AsyncIterator[str]:
-    async def solve(request: Request) -> Response:
-        task = await request.json()
-        async with openai.AsyncOpenAI(base_url=task["base_url"], api_key=task["api_key"], max_retries=0) as policy:
-            answer = await policy.chat.completions.create(model="m", messages=task["messages"])
-        if answer.choices[0].message.content == "fail":
-            return Response(status_code=502, content=f"upstream {task['api_key']}")
-        return JSONResponse({"answer": answer.choices[0].message.content})
-
-    app = Starlette(routes=[Route("/solve", solve, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/solve"
-    server.should_exit = True
-    await serving
-
-
 async def test_a_running_service_is_a_program_too():
-    async with service() as url, player_of(type="url", url=url) as player:
-        assert (await play_with(player, Engine([GOOD]))).success
-        with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):
-            await play_with(player, Engine(["fail"]))
+    def solve(_: str, task: Any) -> Reply:
+        with openai.OpenAI(base_url=task["base_url"], api_key=task["api_key"], max_retries=0) as policy:
+            answer = policy.chat.completions.create(model="m", messages=task["messages"])
+        if answer.choices[0].message.content == "fail":
+            return Reply(502, f"upstream {task['api_key']}")
+        return in_json({"answer": answer.choices[0].message.content})
+
+    with serving(solve) as server:
+        url = f"{server.url}/solve"
+        async with player_of(type="url", url=url) as player:
+            assert (await play_with(player, Engine(GOOD))).success
+            with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):
+                await play_with(player, Engine("fail"))
+    assert set(server.paths) == {"/solve"}
     async with player_of(type="url", url=url) as player:
         with pytest.raises(AgentError, match="ConnectError"):
-            await play_with(player, Engine([GOOD]))
+            await play_with(player, Engine(GOOD))
 
 
 def test_a_worker_that_is_killed_leaves_nothing_of_its_programs_but_in_its_sessions_folder(tmp_path, mark):
     program = f"""
         import asyncio
         from {HERE} import *
-        play(Engine(["x"]), command=["sleep", "1000"], env={{"MARK": "{mark}"}})
+        play(Engine("x"), command=["sleep", "1000"], env={{"MARK": "{mark}"}})
     """
     environment = os.environ | {"ROLL_RAY_SESSION": str(tmp_path)}
     worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], env=environment)
-    while not any(line.startswith("sleep") for line in marked(mark)):
-        assert worker.poll() is None
-        time.sleep(0.05)
+    assert happens(lambda: any(line.startswith("sleep") for line in marked(mark)))
     worker.kill()
     worker.wait()
-    deadline = time.monotonic() + 20
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert marked(mark) == []
+    assert happens(lambda: marked(mark) == [], 20)
     (place,) = tmp_path.iterdir()  # the reaper removes the folder with what is in it
     assert place.name.startswith("roll-agent-")
 
@@ -366,7 +336,7 @@ json.dump({"reward": 0.25, "success": True}, open(os.environ["ROLL_REWARD"], "w"
 
 
 def judged(program: str, verify: str, **keys: Any) -> Any:
-    return play(Engine([GOOD, "no"]), command=script(program), reward="verify", verify=script(verify), **keys)
+    return play(Engine(GOOD, "no"), command=script(program), reward="verify", verify=script(verify), **keys)
 
 
 @pytest.mark.parametrize("sandbox", [None, {}])

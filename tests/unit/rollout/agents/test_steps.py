@@ -17,7 +17,8 @@ from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvCrashError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
-from tests.support.said_engine import EPISODE, LIMITS, PARAMS, Engine, player_of
+from tests.support.rollouts import Engine
+from tests.support.said_engine import EPISODE, LIMITS, PARAMS, player_of
 from tests.support.steps import usual_step
 from tests.support.talks import user
 
@@ -60,7 +61,7 @@ async def program(task: AgentTask) -> str | None:
 def play(own: Program, *, max_steps: int | None = 5, reward: str = "task") -> Trajectory:
     async def run() -> Trajectory:
         PROGRAM[:] = [own]
-        generate = Engine(["up", "on"]).generate
+        generate = Engine("up", "on").generate
         async with player_of(type="python", path=f"{__name__}:program", reward=reward, timeout=20) as player:
             with contextlib.closing(EnvRunner(Stairs, 10.0)) as env:
                 observation, _ = await env.reset(0)

@@ -17,7 +17,8 @@ from roll.rollout.agents import verifiers_env
 from roll.rollout.agents.task import AgentTask
 from roll.rollout.endpoint.session import Session
 from tests.support.absence import hide
-from tests.support.said_engine import Engine, new_session, rows_of, serving, tasks
+from tests.support.rollouts import Engine
+from tests.support.said_engine import new_session, rows_of, serving, tasks
 
 ENVS = Path(__file__).resolve().parents[3] / "support" / "verifiers_envs"
 PROGRAM = Path(verifiers_env.__file__)
@@ -86,7 +87,7 @@ ADD = '<tool_call>{"name": "add", "arguments": {"left": 0, "right": 1}}</tool_ca
     ],
 )
 def test_an_episode_is_one_row_of_what_was_sampled_and_its_rewards_are_summed(tmp_path, kind, more, answers, reward):
-    engine = Engine([*answers])
+    engine = Engine(*answers)
     session = play(engine, prompts(toml(tmp_path, more, kind=kind))[0])
     prompt, ids = engine.log[-1]
     assert (session.reward, len(session.turns), rows_of(session)) == (reward, len(answers), [prompt + ids])
@@ -104,13 +105,13 @@ def test_an_episode_is_one_row_of_what_was_sampled_and_its_rewards_are_summed(tm
 )
 def test_a_reward_that_fails_is_a_failure(tmp_path, fault, told):
     with pytest.raises(RuntimeError, match=told):
-        play(Engine(["1"]), prompts(toml(tmp_path, fault=fault))[0])
+        play(Engine("1"), prompts(toml(tmp_path, fault=fault))[0])
 
 
 @needs_verifiers
 def test_an_engine_that_fails_is_a_failure(tmp_path):
     with pytest.raises(RuntimeError, match=r"max_calls_exceeded|ProviderError"):
-        play(Engine(["7", "1"]), prompts(toml(tmp_path, kind="multi"))[0], max_calls=1)
+        play(Engine("7", "1"), prompts(toml(tmp_path, kind="multi"))[0], max_calls=1)
 
 
 @needs_verifiers
@@ -121,7 +122,7 @@ async def test_another_python_writes_the_dataset_and_plays_it(tmp_path):
     (row, *_) = tasks(file_name=str(tmp_path / "tasks.jsonl"))
     assert row == prompts(toml(tmp_path))[0]
 
-    session = new_session(Engine(["1"]), reward="call")
+    session = new_session(Engine("1"), reward="call")
     async with serving() as endpoint:
         with endpoint.open(session) as key:
             (tmp_path / "task.json").write_text(json.dumps(AgentTask.of(row, endpoint.url, key).public()))

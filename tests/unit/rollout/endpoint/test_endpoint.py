@@ -37,17 +37,8 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
 from tests.support.examples import examples
-from tests.support.said_engine import (
-    LIMITS,
-    RENDERER,
-    TOKENIZER,
-    Dying,
-    Engine,
-    client,
-    new_session,
-    rows_of,
-    serving,
-)
+from tests.support.rollouts import RENDERER, TOKENIZER, Engine
+from tests.support.said_engine import LIMITS, Dying, client, new_session, rows_of, serving
 from tests.support.talks import SYSTEM, says, system, user
 
 USER = user("17*3=")
@@ -215,7 +206,7 @@ async def test_a_conversation_with_tools_is_one_row_of_what_was_sampled_in_every
 ):
     rows = []
     for talk in (by_chat, by_messages, by_responses, functools.partial(by_responses, named=True)):
-        engine = Engine([said, "It is 51 END"])
+        engine = Engine(said, "It is 51 END")
         async with playing(engine, sees if picture else RENDERER) as (session, policy):
             heard, usage = await talk(policy, streams, picture)
         assert heard == (thought, words, "multiply", {"a": 17, "b": 3})
@@ -234,7 +225,7 @@ async def test_a_conversation_with_tools_is_one_row_of_what_was_sampled_in_every
 
 
 async def test_streams_choices_and_logprobs_are_those_of_the_api():
-    engine = Engine(["first", CALL, "third STOP rest"], end=False)
+    engine = Engine("first", CALL, "third STOP rest", ends=False)
     async with playing(engine) as (session, policy):
         whole = await ask(policy, n=2, logprobs=True)
         keys: Any = {"tools": [TOOL], "stop": ["STOP"], "stream": True, "stream_options": {"include_usage": True}}
@@ -253,7 +244,7 @@ async def test_streams_choices_and_logprobs_are_those_of_the_api():
 
 
 async def test_a_token_tells_its_bytes_where_it_is_part_of_a_character():
-    async with playing(Engine(["a\u2603\U0001f40d\u00e9"])) as (_, policy):
+    async with playing(Engine("a\u2603\U0001f40d\u00e9")) as (_, policy):
         tokens = (await ask(policy, logprobs=True)).choices[0].logprobs.content
     said = bytes(byte for token in tokens for byte in token.bytes).decode()
     assert said.startswith("a\u2603\U0001f40d\u00e9") and any(token.token == "\ufffd" for token in tokens)
@@ -268,7 +259,7 @@ async def test_a_token_tells_its_bytes_where_it_is_part_of_a_character():
 
 
 async def test_what_a_program_changes_is_a_row_of_its_own_and_is_counted():
-    engine = Engine(["one", "two", "three", "four", "five"])
+    engine = Engine("one", "two", "three", "four", "five")
     more = user("more")
     async with playing(engine) as (session, policy):
         one = await reply(policy, USER)
@@ -295,14 +286,14 @@ async def test_what_a_program_changes_is_a_row_of_its_own_and_is_counted():
 
 async def test_examples_of_the_program_are_no_rewriting():
     messages = [USER, says("51"), user("2*3=")]
-    async with playing(Engine(["6"])) as (session, policy):
+    async with playing(Engine("6")) as (session, policy):
         await ask(policy, *messages)
     assert session.counts["rewritten"] == 0 and session.counts["rows"] == 1
     assert session.turns[0].prompt_ids.tolist() == RENDERER.prompt(messages).tolist()
 
 
 async def test_plain_completions_go_on_with_what_was_sampled():
-    engine = Engine(["bcd", "fgh", "x"])
+    engine = Engine("bcd", "fgh", "x")
     async with playing(engine) as (session, policy):
         first = await policy.completions.create(model="m", prompt="a", logprobs=0, max_tokens=10)
         await policy.completions.create(model="m", prompt="a" + first.choices[0].text + "e", max_tokens=2)
@@ -327,7 +318,7 @@ async def test_wrong_requests_are_answered_as_the_api_does():
         ({"n": 9}, "invalid_value", "n"),
         ({"messages": [user("x" * LIMITS.sequence_length)]}, "context_length_exceeded", "messages"),
     ]
-    async with playing(Engine(["x"])) as (session, policy):
+    async with playing(Engine("x")) as (session, policy):
         for keys, code, place in wrong:
             assert await refusal(ask(policy, **keys)) == (400, code, place)
         assert await refusal(policy.embeddings.create(model="m", input="x")) == (404, "unknown_url", None)
@@ -357,7 +348,7 @@ async def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog):
     caplog.set_level("DEBUG", logger="uvicorn")
     caplog.set_level("DEBUG", logger="roll")
     async with serving() as endpoint, new_client(endpoint.url) as policy:
-        sessions = [new_session(Engine(["x"])) for _ in range(2)]
+        sessions = [new_session(Engine("x")) for _ in range(2)]
         with endpoint.open(sessions[0]) as mine, endpoint.open(sessions[1]) as other:
             assert mine != other and len(mine) >= 43
             by_path = policy.copy(base_url=endpoint.url.replace("/v1", f"/s/{mine}/v1"), api_key="sk-whatever")
@@ -373,7 +364,7 @@ async def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog):
 
 
 async def test_more_than_a_session_may_have_at_once_is_refused_and_the_rest_goes_on():
-    engine = Engine(["x"], seconds=0.3)
+    engine = Engine("x", seconds=0.3)
     async with playing(engine, max_parallel_requests=3) as (session, policy):
         answers = await asyncio.gather(*(ask(policy) for _ in range(20)), return_exceptions=True)
     late = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
@@ -382,7 +373,7 @@ async def test_more_than_a_session_may_have_at_once_is_refused_and_the_rest_goes
 
 
 async def test_calls_beyond_the_last_are_refused_for_good():
-    async with playing(Engine(["x"]), max_calls=2) as (session, policy):
+    async with playing(Engine("x"), max_calls=2) as (session, policy):
         await ask(policy, n=2)
         assert await refusal(ask(policy)) == (403, "max_calls_exceeded", None)
     assert len(session.turns) == 2 and session.end == "truncated"
@@ -406,14 +397,14 @@ LONG = "ab " * 100_000
 async def test_what_is_far_too_long_is_refused_before_it_is_tokenised(path, body, monkeypatch):
     for name in ("prompt", "words"):
         monkeypatch.delattr(ChatRenderer, name)
-    async with playing(Engine(["x"])) as (session, policy), plain_http(policy) as http:
+    async with playing(Engine("x")) as (session, policy), plain_http(policy) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400 and "maximum context length is 2000 tokens" in answer.text
     assert session.cut_off and session.counts["refused"] == 1
 
 
 async def test_a_program_that_no_longer_waits_has_its_request_given_up():
-    engine = Engine(["x"], seconds=60)
+    engine = Engine("x", seconds=60)
     async with playing(engine) as (session, policy):
         with pytest.raises(openai.APITimeoutError):
             await ask(policy, timeout=0.3)
@@ -423,7 +414,7 @@ async def test_a_program_that_no_longer_waits_has_its_request_given_up():
 
 
 async def test_requests_under_way_when_the_episode_ends_are_given_up():
-    engine = Engine(["x"], seconds=60)
+    engine = Engine("x", seconds=60)
     session = new_session(engine)
     async with serving() as endpoint, new_client(endpoint.url) as policy:
         with endpoint.open(session) as policy.api_key:
@@ -443,7 +434,7 @@ async def test_an_engine_that_dies_ends_the_episode_with_its_error():
 
 @pytest.mark.parametrize(("keys", "sampling"), [({}, (1.0, 1.0)), ({"sampling": "request"}, (0.5, 0.9))])
 async def test_sampling_is_the_runs_unless_requests_may_choose(keys, sampling):
-    engine = Engine(["x"])
+    engine = Engine("x")
     async with playing(engine, **keys) as (_, policy):
         for seed in (1, 1, 2, None):
             await ask(policy, temperature=0.5, top_p=0.9, seed=seed, max_completion_tokens=7)
@@ -469,7 +460,7 @@ class Asynchronous(Engine):
     """Answers in any order, under weights that change in between."""
 
     def __init__(self, chance: random.Random) -> None:
-        super().__init__(["-"])
+        super().__init__("-")
         self.chance = chance
         self.sampled: list[Completion] = []
 
@@ -540,7 +531,7 @@ async def test_results_have_the_names_of_their_tools_where_the_template_writes_t
     """Clients send ids alone; gpt-oss reads who answers."""
     renderer = ChatRenderer(family_tokenizer("gpt_oss"))
     said = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>'
-    engine = Engine([said], end=False, tokenizer=renderer.tokenizer)
+    engine = Engine(said, ends=False, renderer=renderer)
     session = new_session(engine, renderer, "harmony")
     (answer,) = await session.chat([user("q")], [ADD_TOOL], Wanted())
     (call,) = answer.turn.calls
@@ -564,7 +555,7 @@ async def test_what_a_session_sends_at_once_is_bounded(monkeypatch):
     """A program that begins many long requests cannot fill the memory of the worker; another's go on."""
     monkeypatch.setattr(bodies, "MAX_BODY", 1000)
     async with asyncio.timeout(20), serving() as endpoint:
-        session, other = new_session(Engine(["x"])), new_session(Engine(["x"]))
+        session, other = new_session(Engine("x")), new_session(Engine("x"))
         with endpoint.open(session) as key:
             opened = [await begin(endpoint, key, b" " * 400) for _ in range(2)]
             while session.receiving < 800:
@@ -584,7 +575,7 @@ async def test_what_a_session_sends_at_once_is_bounded(monkeypatch):
 async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
     monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
     async with asyncio.timeout(20), serving() as endpoint:
-        with endpoint.open(new_session(Engine(["x"]))) as key:
+        with endpoint.open(new_session(Engine("x"))) as key:
             reader, writer = await begin(endpoint, key, b"{")
             told = await reader.readuntil(b"}}")
             writer.close()
@@ -624,7 +615,7 @@ HOSTILE = {
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
 @pytest.mark.parametrize("kind", HOSTILE)
 async def test_a_hostile_body_is_refused_in_the_providers_form_before_it_is_parsed(path, kind):
-    async with playing(Engine(["x"])) as (session, policy), plain_http(policy) as http:
+    async with playing(Engine("x")) as (session, policy), plain_http(policy) as http:
         told = await http.post(path, content=HOSTILE[kind])
         assert told.status_code in (400, 413) and session.receiving == 0
     error = told.json()["error"]
@@ -670,7 +661,7 @@ async def test_a_long_conversation_is_compared_and_rendered_beside_the_event_loo
 
     watched(History, "recall")
     watched(ChatRenderer, "prompt")
-    async with playing(Engine(["x"])) as (_, policy):
+    async with playing(Engine("x")) as (_, policy):
         assert (await refusal(ask(policy, user("q"), *LONG_BODY[kind])))[0] == 400
     assert threads["recall"] is not threading.main_thread()
     assert threads.get("prompt") is not threading.main_thread()
@@ -680,7 +671,7 @@ async def test_both_refuse_in_their_own_words():
     import anthropic
 
     long = user("x" * LIMITS.sequence_length)
-    async with playing(Engine(["abc"])) as (session, policy), claude(policy) as asked:
+    async with playing(Engine("abc")) as (session, policy), claude(policy) as asked:
         keys: Any = {"model": "m", "max_tokens": 9, "messages": [long]}
         with pytest.raises(anthropic.BadRequestError, match="maximum context length") as full:
             await asked.messages.create(**keys)
@@ -716,7 +707,7 @@ async def test_both_refuse_in_their_own_words():
 
 
 async def test_pictures_are_told_by_their_pixels_and_one_that_has_changed_is_a_row_of_its_own(sees):
-    engine = Engine(["one", "two", "three"])
+    engine = Engine("one", "two", "three")
     words = {"type": "text", "text": "see:"}
     first, again, lossy = (user([words, shown(encoded(A, kind))]) for kind in ("PNG", "BMP", "JPEG"))
     more = user([shown(encoded(B))])
@@ -751,7 +742,7 @@ async def test_pictures_are_told_by_their_pixels_and_one_that_has_changed_is_a_r
     ],
 )
 async def test_what_is_no_picture_is_refused_with_its_place(sees, part, reason):
-    async with playing(Engine(["never"]), sees) as (session, policy):
+    async with playing(Engine("never"), sees) as (session, policy):
         with pytest.raises(openai.BadRequestError, match=reason) as refused:
             await ask(policy, user([{"type": "text", "text": "?"}, part]))
     assert str(refused.value.param).startswith("messages.0.content.1") and session.counts["refused"] == 1
@@ -760,10 +751,10 @@ async def test_what_is_no_picture_is_refused_with_its_place(sees, part, reason):
 async def test_who_shows_pictures_and_to_whom(sees):
     picture = [shown(encoded(A))]
     for renderer in (sees, RENDERER):
-        async with playing(Engine(["never"]), renderer) as (_, policy):
+        async with playing(Engine("never"), renderer) as (_, policy):
             with pytest.raises(openai.BadRequestError, match="pictures of users and tools"):
                 await ask(policy, system(picture), user(picture))
-    async with playing(Engine(["never"])) as (_, policy):
+    async with playing(Engine("never")) as (_, policy):
         with pytest.raises(openai.BadRequestError, match="the policy takes no pictures"):
             await ask(policy, user(picture))
 
