@@ -122,7 +122,7 @@ async def test_requests_fail_when_one_of_the_engines_processes_dies(sglang):
     for task in tasks:
         with pytest.raises(EngineStoppedError, match=rf"detokenizer \(pid {victim.pid}\) ended with exit code -9"):
             await asyncio.wait_for(task, 20)
-    assert_gone(processes)
+    assert gone(*(process.pid for process in processes), seconds=20.0)
 
 
 def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path):
@@ -142,7 +142,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path):
         processes = engine_processes(ray.get(worker.ping.remote()).pid)
         assert sum("scheduler" in title(process) for process in processes) == 2
         ray.kill(worker)
-        assert_gone(processes)
+        assert gone(*(process.pid for process in processes), seconds=20.0)
 
 
 def save_even_model(folder: Path, seed: int) -> str:
@@ -166,10 +166,6 @@ def engine_processes(pid: int) -> list[psutil.Process]:
 
 def title(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
-
-
-def assert_gone(processes: list[psutil.Process]) -> None:
-    assert gone(*(process.pid for process in processes), seconds=20.0)
 
 
 FAULTS = Path(__file__).parents[1] / "support" / "sglang_faults.py"

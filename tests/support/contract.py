@@ -109,13 +109,13 @@ def started(name: str, path: str | Path, config: Mapping[str, Any] | None = None
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[np.ndarray]:

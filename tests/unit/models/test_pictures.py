@@ -26,7 +26,7 @@ from roll.models.pictures import FAMILIES, PictureInput, Tower, tower_of
 from roll.models.planned_attention import enable_sharing
 from roll.models.scoring import TokenScorer, score_batch, score_input
 from roll.preflight.models import check_frozen_parts
-from tests.support.contract import one_thread
+from tests.support.contract import threads
 from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
 from tests.support.pictured import MARK, make_pictured, make_rows, picture, shown, unmodified
@@ -302,7 +302,7 @@ def test_no_bit_of_features_depends_on_other_pictures(tmp_path, family):
         output = tower.see(seen)["mm_encoder_outputs"]["image"].pooler_output
         return (output if isinstance(output, Tensor) else torch.cat(output)), len(seen.values)
 
-    with one_thread(), torch.inference_mode():
+    with threads(1), torch.inference_mode():
         together, passes = features(rows)
         alone = [features([row])[0] for row in rows]
         reversed_order = features(rows[::-1])[0]

@@ -7,11 +7,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -44,9 +44,9 @@ from roll.rollout.admission import Admission
 from roll.rollout.types import Collected, RolloutGroup
 from roll.tracking.checkpointer import Checkpointer, CheckpointError, write_manifest
 from roll.tracking.display import Display
-from roll.tracking.trackers import TrackerContext
 from roll.utils.signals import SignalGuard
 from tests.support.lines import read_lines
+from tests.unit.tracking.test_tracking import RECORDER, Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -430,28 +430,12 @@ def test_what_is_done_aside_delays_nobody_and_is_there_when_the_session_ends(tmp
     assert "no space left on device" in (session.folder.logs / "roll.log").read_text()
 
 
-class Listening:
-    """A tracker."""
-
-    finished = 0
-    told: ClassVar[list[int]] = []
-
-    def __init__(self, context: TrackerContext) -> None:
-        self.told.clear()
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.told.append(step)
-
-    def finish(self) -> None:
-        Listening.finished += 1
-
-
 def test_trackers_are_told_of_every_evaluation_and_of_other_steps_now_and_then(tmp_path):
-    listening = {"track_with": f"{__name__}:Listening", "logging_steps": 4, "max_steps": 9}
+    listening = {"track_with": RECORDER, "logging_steps": 4, "max_steps": 9}
     with session_in(tmp_path, **listening) as session:
         for step in range(10):
             session.log_step(step, {"eval/success": 0.5} if step == 6 else {"actor/loss": 0.5})
-    assert Listening.told == [0, 4, 6, 8, 9]
+    assert [step for _, step in Recorder.logged] == [0, 4, 6, 8, 9]
 
 
 @pytest.fixture
@@ -465,12 +449,12 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_a_run_that_a_full_disk_ends_says_why_and_lets_go_of_everything(tmp_path, monkeypatch, full_disk, capsys):
-    handlers, before = list(logging.getLogger().handlers), Listening.finished
-    listening = {"track_with": f"{__name__}:Listening"}
+    handlers = list(logging.getLogger().handlers)
+    listening = {"track_with": RECORDER}
     with pytest.raises(CheckpointError, match="is full"), session_in(tmp_path, **listening):
         full_disk()
         raise CheckpointError("checkpoint-3: the disk is full")
-    assert Listening.finished == before + 1 and logging.getLogger().handlers == handlers
+    assert Recorder.finished == 1 and logging.getLogger().handlers == handlers
     assert capsys.readouterr().out.splitlines()[-1].startswith("Failed. No evaluation")
     monkeypatch.undo()
     with session_in(tmp_path, **listening):

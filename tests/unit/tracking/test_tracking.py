@@ -46,13 +46,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
 
 
 class Recorder:
-    """A tracker from outside; fails at the step it is told to."""
+    """A tracker from outside; fails at the step it is told to. The class knows of the last one what it was told."""
 
     logged: list[tuple[str, int]] = []  # noqa: RUF012
     finished = 0
 
     def __init__(self, context: TrackerContext, *, fail_at: int = -1) -> None:
         self.fail_at = fail_at
+        self.logged.clear()
+        type(self).finished = 0
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if step == self.fail_at:

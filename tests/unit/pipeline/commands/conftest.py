@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.contract import save_model
+from tests.support.contract import save_model, threads
 from tests.support.lines import write_lines
 
 
@@ -21,10 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Answers do not hang on what is computed beside them, to the last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture

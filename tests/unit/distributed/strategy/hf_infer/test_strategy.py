@@ -33,13 +33,13 @@ from tests.support.contract import (
     forward_logprobs,
     greedy_oracle,
     load,
-    one_thread,
     pause,
     prompts,
     requests_of,
     resume,
     staggered,
     started,
+    threads,
     weights_of,
 )
 from tests.support.families import tiny_config, tiny_model
@@ -140,14 +140,9 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
 
 def test_the_engine_alone_computes_with_several_threads(model_path):
     """OpenMP keeps helpers for each thread that has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with engine_of(model_path()) as engine, ThreadPoolExecutor(1) as other:
-            assert engine._engine.call(torch.get_num_threads).result() == 3
-            assert (torch.get_num_threads(), other.submit(torch.get_num_threads).result()) == (1, 1)
-    finally:
-        torch.set_num_threads(before)
+    with threads(3), engine_of(model_path()) as engine, ThreadPoolExecutor(1) as other:
+        assert engine._engine.call(torch.get_num_threads).result() == 3
+        assert (torch.get_num_threads(), other.submit(torch.get_num_threads).result()) == (1, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
@@ -164,7 +159,7 @@ def test_the_engine_alone_computes_with_several_threads(model_path):
 def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(family, count, low, high, block, model_path, monkeypatch):
     """Nor where prompts are filled up as those of a large model are."""
     monkeypatch.setattr(continuous_batching, "PREFILL_BLOCK", block)
-    with one_thread(), engine_of(model_path(family)) as engine:
+    with threads(1), engine_of(model_path(family)) as engine:
         requests = requests_of(prompts(count, seed=3, low=low, high=high), max_new_tokens=6, seed=7)
         together = asyncio.run(burst(engine, requests))
         alone = [asyncio.run(engine.generate(request)) for request in requests]
@@ -320,7 +315,7 @@ async def test_a_completion_ends_with_the_token_that_completed_a_stop_string(mod
 
 async def test_offload_keeps_requests_which_go_on_after_onload(model_path):
     requests = requests_of(prompts(5), temperature=0, max_new_tokens=60)
-    with one_thread(), engine_of(model_path()) as engine:
+    with threads(1), engine_of(model_path()) as engine:
         undisturbed = await burst(engine, requests)
         task = asyncio.create_task(burst(engine, requests))
         await held_at(engine, engine._batching.counters.generated_tokens + 20)
