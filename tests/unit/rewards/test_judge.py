@@ -28,6 +28,7 @@ from tests.support.judges import WORDS, Summing, digit_model, greedy_words
 from tests.support.picture_models import greedy_words as greedy_answer
 from tests.support.picture_models import make_picture_model
 from tests.support.talks import says as message_of
+from tests.support.verifiers import closing, score_by
 from tests.support.web import Reply, Replying, in_json, serving
 
 KEY = "sk-4f1c-very-secret"
@@ -44,14 +45,7 @@ def make_config(url: str, **args: Any) -> JudgeConfig:
 
 
 def score_all(url: str, samples: list[Sample], **args: Any) -> list[RewardResult]:
-    async def run() -> list[RewardResult]:
-        verifier = JudgeVerifier(make_config(url, **args))
-        try:
-            return await asyncio.gather(*map(verifier.score, samples))
-        finally:
-            await verifier.close()
-
-    return asyncio.run(run())
+    return score_by(lambda: JudgeVerifier(make_config(url, **args)), samples)
 
 
 def score(url: str, sample: Sample = SAMPLE, **args: Any) -> RewardResult:
@@ -194,11 +188,10 @@ def test_no_more_than_max_concurrency_requests_are_in_flight_and_waiting_for_a_s
 
 async def test_a_cancelled_call_frees_its_slot():
     with serving(replace(says("Score: 5"), delay=0.3), says("Score: 5")) as server:
-        verifier = JudgeVerifier(make_config(server.url, max_concurrency=1))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(verifier.score(SAMPLE), 0.1)
-        assert (await asyncio.wait_for(verifier.score(SAMPLE), 5)).score == 0.5
-        await verifier.close()
+        async with closing(JudgeVerifier(make_config(server.url, max_concurrency=1))) as verifier:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(verifier.score(SAMPLE), 0.1)
+            assert (await asyncio.wait_for(verifier.score(SAMPLE), 5)).score == 0.5
 
 
 def test_the_key_is_sent_and_shown_nowhere(key, caplog):
@@ -418,16 +411,14 @@ def settings(judge: str, **changes: Any) -> dict[str, Any]:
 
 
 async def verdicts(judge: str, **changes: Any) -> list[float]:
-    verifier = await asyncio.to_thread(Summing, JudgeConfig(**settings(judge, **changes)), HostedGenerator)
-    try:
+    made = await asyncio.to_thread(Summing, JudgeConfig(**settings(judge, **changes)), HostedGenerator)
+    async with closing(made) as verifier:
         await verifier.offload()
         asking = [asyncio.create_task(verifier.score(sample)) for sample in SAMPLES]
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in asking), "the judge is away"
         await verifier.onload()
         return [verdict.parts["judge_score"] for verdict in await asyncio.gather(*asking)]
-    finally:
-        await verifier.close()
 
 
 async def test_the_score_is_that_of_transformers_greedy_words(judge):

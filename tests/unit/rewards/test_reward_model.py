@@ -5,8 +5,8 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,7 @@ from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
 from tests.support.picture_models import make_tokenizer as family_tokenizer
 from tests.support.pictured import picture, pictures_of, shown, unmodified
+from tests.support.verifiers import closing, score_by
 from tests.support.web import Reply, Server, in_json, serving
 from tests.unit.rewards.test_judge import KEY
 
@@ -138,20 +139,8 @@ def verifier_of(path: Path, **args: Any) -> RewardModelVerifier:
     return RewardModelVerifier(RewardModelConfig(**{"model_path": str(path), "device": "cpu", **args}))
 
 
-@asynccontextmanager
-async def closing(verifier: RewardModelVerifier) -> AsyncIterator[RewardModelVerifier]:
-    try:
-        yield verifier
-    finally:
-        await verifier.close()
-
-
 def score_all(path: Path, samples: Sequence[Sample] = SAMPLES, **args: Any) -> list[RewardResult]:
-    async def run() -> list[RewardResult]:
-        async with closing(verifier_of(path, **args)) as verifier:
-            return await asyncio.gather(*map(verifier.score, samples))
-
-    return asyncio.run(run())
+    return score_by(lambda: verifier_of(path, **args), samples)
 
 
 def scores(path: Path, samples: Sequence[Sample] = SAMPLES, **args: Any) -> list[float]:

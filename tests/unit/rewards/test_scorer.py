@@ -1,10 +1,9 @@
 """A reward domain: several verifiers, their weights, new attempts and errors."""
 
 import asyncio
-import contextlib
 import re
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import Field
@@ -15,6 +14,7 @@ from roll.distributed.strategy.base import States
 from roll.rewards import RewardError, RewardResult, Sample, Verifier
 from roll.rewards.scorer import DomainScorer, best_reward, check_rewards
 from roll.rollout.reward_worker import RewardWorker
+from tests.support.verifiers import closing, score_by
 
 
 class FakeConfig(Config):
@@ -79,21 +79,13 @@ def sample(response: str = "", truth: object = 5, **extra: object) -> Sample:
     return Sample(prompt="?", response=response, ground_truth=truth, data_source="tag", extra_info=extra)
 
 
-@contextlib.asynccontextmanager
-async def scorer_of(*verifiers: dict, num_processes: int = 1, context: dict | None = None, **values: object):
-    scorer = DomainScorer("maths", config(*verifiers, **values), num_processes, **(context or {}))
-    try:
-        yield scorer
-    finally:
-        await scorer.close()
+def scorer_of(*verifiers: dict, num_processes: int = 1, context: dict | None = None, **values: object) -> Any:
+    return closing(DomainScorer("maths", config(*verifiers, **values), num_processes, **(context or {})))
 
 
 def score(sample: Sample, *verifiers: dict, **values: object) -> RewardResult:
-    async def run() -> RewardResult:
-        async with scorer_of(*verifiers, **values) as scorer:
-            return await scorer.score(sample)
-
-    return asyncio.run(run())
+    (verdict,) = score_by(lambda: DomainScorer("maths", config(*verifiers, **values), 1), [sample])
+    return verdict
 
 
 async def score_each(scorer: DomainScorer, *samples: Sample) -> list:

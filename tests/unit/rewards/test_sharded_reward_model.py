@@ -25,7 +25,8 @@ from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import check_rewards
 from roll.rewards.types import RewardError, Sample
 from tests.support.processes import ended, gone
-from tests.unit.rewards.test_reward_model import SAMPLES, SHAPE, closing, llama, qwen, save, scores, verifier_of
+from tests.support.verifiers import closing
+from tests.unit.rewards.test_reward_model import SAMPLES, SHAPE, llama, qwen, save, scores, verifier_of
 
 __all__ = ["llama", "qwen"]  # fixtures
 

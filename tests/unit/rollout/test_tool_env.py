@@ -35,6 +35,7 @@ from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.mcp_http import SCRIPT
 from tests.support.processes import gone
 from tests.support.rollouts import RENDERER, TOKENIZER, Engine, judge
+from tests.support.verifiers import closing
 
 HERE = "tests.unit.rollout.test_tool_env"
 PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51")
@@ -123,11 +124,9 @@ def play(
         generate = env.watch(generate)
 
     async def episode() -> Trajectory:
-        partner, watched = await box.equip(env, "sums", generate)
-        try:
+        async with closing(box):
+            partner, watched = await box.equip(env, "sums", generate)
             return await manager.run_episode(partner, watched, replace(EPISODE, member=member))
-        finally:
-            await box.close()
 
     return asyncio.run(episode())
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import ToolError
 from roll.configs.tools import McpServerConfig
 from tests.support.mcp_http import SCRIPT, served
+from tests.support.verifiers import closing
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="mcp is not installed")
 
@@ -36,13 +36,8 @@ async def check(server: McpServer) -> None:
             await tools[name].call(arguments, {})
 
 
-@asynccontextmanager
-async def connected(**config: Any) -> AsyncIterator[McpServer]:
-    server = McpServer("sums", McpServerConfig(timeout=60, **config))
-    try:
-        yield server
-    finally:
-        await server.close()
+def connected(**config: Any) -> AbstractAsyncContextManager[McpServer]:
+    return closing(McpServer("sums", McpServerConfig(timeout=60, **config)))
 
 
 async def test_a_server_on_pipes_is_called_and_when_it_died_started_again_with_its_variables():

@@ -14,6 +14,7 @@ from roll.extras.sandbox.verifier import CodeConfig, CodeVerifier
 from roll.rewards import RewardError, RewardResult, Sample
 from roll.rewards.types import SandboxUnavailableError
 from tests.support import web
+from tests.support.verifiers import score_by
 from tests.support.web import Reply, Server, in_json
 from tests.unit.extras.sandbox.code_forms import ADD, PRODUCT, PROGRAM, SUBTRACT
 
@@ -52,16 +53,8 @@ def score_all(
     limits = SandboxLimits(wall_seconds=wall_seconds, memory_mb=256)
     config = CodeConfig(remote={"url": url, "retry_wait": 0.01, **(remote or {})}, limits=limits, partial=True)
     assert not list(rules_broken(config))
-
-    async def run() -> list[RewardResult]:
-        verifier = CodeVerifier(config)
-        samples = [Sample("?", f"```python\n{code}\n```", tests, "code") for code in codes]
-        try:
-            return await asyncio.gather(*map(verifier.score, samples))
-        finally:
-            await verifier.close()
-
-    return asyncio.run(run())
+    samples = [Sample("?", f"```python\n{code}\n```", tests, "code") for code in codes]
+    return score_by(lambda: CodeVerifier(config), samples)
 
 
 @pytest.mark.parametrize(
