@@ -15,7 +15,7 @@ from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.models.adapter_files import ADAPTER_FILE
 from tests.support.contract import LORA, assert_greedy, buckets_of, greedy, load, prompts, started
 from tests.support.harness import policy_loss, share
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.trainers import make_batch, make_context
 
 TRAINERS = ("fsdp2_train", "deepspeed_train", "megatron_train")
@@ -24,9 +24,8 @@ FIRST = [pytest.param(name, marks=pytest.mark.slow if name != "megatron_train" e
 of the trainer whose weights have other names and shapes while they are trained."""
 
 
-def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) -> None:
+def save_all(rank: int, folder: Path, base: str, names: list[str]) -> None:
     """A checkpoint, the model alone (as the warm start keeps it), and a checkpoint of an adapter, by each trainer."""
-    enter_rank(port)
     for name in names:
         for lora in (None, LORA):
             context = make_context(Path(base), name, rank=rank, world_size=2, lora=lora)
@@ -41,7 +40,6 @@ def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) ->
             else:
                 trainer.save(folder / name / "adapter")
             trainer.shutdown()
-    leave_rank()
 
 
 @pytest.fixture(scope="session")

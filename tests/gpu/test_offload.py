@@ -14,7 +14,7 @@ from roll.models.lora import LoraSpec
 from tests.support.choice import needs
 from tests.support.harness import TEMPERATURE, Layout, policy_loss, started
 from tests.support.layouts_deepspeed import zero
-from tests.support.ranks import enter_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.sizes import save_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
@@ -68,8 +68,7 @@ def taken() -> int:
     return torch.cuda.memory_reserved()
 
 
-def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path) -> None:
-    enter_rank(port, on_gpus=True)
+def rank_main(rank: int, layout: Layout, model: Path, folder: Path) -> None:
     try:
         result = train(layout, model, folder) if layout in ROWS else score(layout, model)
     except Exception:
@@ -126,7 +125,7 @@ def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
     needs(layout.strategy)
     if layout.lora is not None:
         pytest.importorskip("peft", reason="peft is not installed (extra lora)")
-    run_ranks(rank_main, 1, layout, model, folder)
+    run_ranks(rank_main, 1, layout, model, folder, on_gpus=True)
     found = torch.load(folder / "result.pt", weights_only=True)
     assert "error" not in found, found["error"]
     print({name: f"{found[name] / 2**20:.0f} MiB" for name in ("before", "scoring", "away") if name in found})

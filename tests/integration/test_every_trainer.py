@@ -22,7 +22,7 @@ from roll.distributed.strategy.training import tensor_files
 from tests.support import harness
 from tests.support.choice import installed, needs
 from tests.support.harness import Layout, make_model
-from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks, unpacked
+from tests.support.ranks import exported, run_ranks, unpacked
 from tests.support.trainers import make_batch, make_context
 
 # ---- a checkpoint or model folder that one rank cannot read ends the call on every rank, with that rank's message
@@ -80,8 +80,7 @@ def failure(call: Callable[..., Any], *args: Any) -> dict[str, Any]:
     return {"message": message, "seconds": time.monotonic() - start}
 
 
-def damage_main(rank: int, port: int, folder: Path) -> None:
-    enter_rank(port)
+def damage_main(rank: int, folder: Path) -> None:
     tensor_files.MIN_SHARE_BYTES = 2**20  # one file of each kind, by rank 0: the damages name it
     for name, options in TRAINERS.items():
         if not installed(name):
@@ -103,7 +102,6 @@ def damage_main(rank: int, port: int, folder: Path) -> None:
         context = make_context(folder / "no-weight", name, options, rank=rank, world_size=2)
         found["model folder"] = failure(STRATEGIES.get(name)(context).setup)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +157,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def export_main(rank: int, port: int, layouts: list[Layout], folder: Path) -> None:
-    enter_rank(port)
+def export_main(rank: int, layouts: list[Layout], folder: Path) -> None:
     for layout in layouts:
         trainer: Any = STRATEGIES.get(layout.strategy)(harness.make_context(layout, folder / layout.model, rank))
         trainer.setup()
@@ -173,7 +170,6 @@ def export_main(rank: int, port: int, layouts: list[Layout], folder: Path) -> No
         torch.save(found, folder / f"{layout.id}-{rank}.pt")
         if hasattr(trainer, "shutdown"):
             trainer.shutdown()
-    leave_rank()
 
 
 @pytest.fixture(scope="module")

@@ -31,15 +31,7 @@ from roll.distributed.strategy.training.module_trainer import use_liger_kernels
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
 from roll.models.loading import load_causal_lm
 from tests.support.picture_models import make_picture_model
-from tests.support.ranks import (
-    assert_near,
-    enter_rank,
-    exported,
-    gathered,
-    leave_rank,
-    run_ranks,
-    whole,
-)
+from tests.support.ranks import assert_near, exported, gathered, run_ranks, whole
 from tests.support.sizes import save_random
 from tests.support.trainers import (
     ENTROPY_COEF,
@@ -497,8 +489,7 @@ def train(trainer: Fsdp2Train, *, seeds: range = range(STEPS)) -> dict[str, Tens
     return state_of(trainer)
 
 
-def ranks_main(rank: int, port: int, folder: Path, model: Path) -> None:
-    enter_rank(port)
+def ranks_main(rank: int, folder: Path, model: Path) -> None:
     for name, config in LAYOUTS.items():
         state = given_steps(make_trainer(model, config, rank=rank, world_size=4, **MUON))
         if rank == 0:
@@ -513,7 +504,6 @@ def ranks_main(rank: int, port: int, folder: Path, model: Path) -> None:
         resumed.load(folder / f"checkpoint-{name}")
         pair = [train(each, seeds=range(STEPS, STEPS + 1)) for each in (trainer, resumed)]
         assert_near(pair[1], pair[0], 0.0)
-    leave_rank()
 
 
 @pytest.fixture(scope="module")

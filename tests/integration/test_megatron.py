@@ -25,15 +25,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 from tests.support.choice import slow_but
 from tests.support.harness import make_groups, share
-from tests.support.ranks import (
-    assert_near,
-    assert_same_files,
-    enter_rank,
-    exported,
-    recorded_warnings,
-    run_ranks,
-    wanted,
-)
+from tests.support.ranks import assert_near, assert_same_files, exported, recorded_warnings, run_ranks, wanted
 from tests.support.sizes import save_random
 from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, make_context, policy_loss
 
@@ -234,8 +226,7 @@ OF_LAYOUTS = {case_own_quantity: "stage", case_reference: "scores", case_shared_
 """Cases that run in several layouts, and the argument of the tests that names these."""
 
 
-def run_rank(rank: int, port: int, folder: Path, layouts: dict[str, list[str]]) -> None:
-    enter_rank(port)
+def run_rank(rank: int, folder: Path, layouts: dict[str, list[str]]) -> None:
     with recorded_warnings(folder / f"warnings-{rank}"):
         for case in CASES:
             for name in layouts[OF_LAYOUTS[case]] if case in OF_LAYOUTS else [None]:
@@ -246,7 +237,7 @@ def run_rank(rank: int, port: int, folder: Path, layouts: dict[str, list[str]]) 
                 torch.save(found, folder / f"{case.__name__}-{name}-{rank}.pt")
                 if "error" in found:
                     os._exit(0)  # the other rank may be waiting in a collective
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    os._exit(0)  # the other rank may have failed in its last case
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from roll.models import ulysses
 from roll.models.loading import load_causal_lm
 from tests.support.choice import slow_but
 from tests.support.families import tiny_config, tiny_model, with_factors
-from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, wanted, write
+from tests.support.ranks import metrics_of, run_ranks, tensors_of, wanted, write
 from tests.support.trainers import make_batch, make_trainer, shares
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
@@ -74,8 +74,7 @@ def split_wrongly(found: Any, name: str, rank: int) -> Iterator[None]:
             yield
 
 
-def rank_main(rank: int, port: int, folder: Path, trained: list[Any], refusals: list[Any]) -> None:
-    enter_rank(port)
+def rank_main(rank: int, folder: Path, trained: list[Any], refusals: list[Any]) -> None:
     for name, family in trained:
         found, share = trainer(folder / family, name, rank), shares(0)[rank]
         logprobs = found.logprobs(share).logprobs_T
@@ -98,7 +97,6 @@ def rank_main(rank: int, port: int, folder: Path, trained: list[Any], refusals: 
         result = {"told": told, "compared": sorted(found.own_forward.compared)}
         (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
         found.shutdown()
-    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +158,7 @@ def test_parts_that_do_not_fit_together_are_found_with_the_layer(two_ranks, name
     assert f"they part in model.layers.{layer} (Qwen3DecoderLayer)" in first["told"] and key in first["told"]
 
 
-def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
+def megatron_main(rank: int, model: Path, out: Path) -> None:
     """A packed row over two sequence-parallel ranks, in which sequences see each other; and another generator."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -172,7 +170,6 @@ def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
         bounds = one.cumulative_lengths[[0, -1]]
         return PackedSeqParams("thd", bounds, bounds, None, None, int(bounds[1]), int(bounds[1]))
 
-    enter_rank(port)
     strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     worker = {"use_sequence_packing": True, "share_prompts": False, "infer_batch_size": 9}
     options: dict[str, Any] = {"worker": worker, "training_args": {"per_device_train_batch_size": 9}}
@@ -189,7 +186,6 @@ def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
     found.own_forward.compared.clear()
     found.train_step(wrong, loss_fn)  # of weights before the step
     (out / f"megatron-{rank}.json").write_text(json.dumps(told))
-    leave_rank()
 
 
 def test_megatron_is_compared_with_itself_on_one_sequence_and_with_the_generator(tmp_path):

@@ -14,7 +14,7 @@ from roll.data.batch import Batch
 from roll.models import planned_attention, ulysses
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, layout, score_input
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.sizes import sizes
 
 WORLD = 4
@@ -99,9 +99,8 @@ def result_of(scorer: TokenScorer, batch: Batch, scores: Any) -> tuple[dict[str,
     return {name: values.detach() for name, values in columns.items()}, gradient
 
 
-def rank_main(rank: int, port: int, folder: Path) -> None:
-    enter_rank(port)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def rank_main(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     groups = {size: ulysses.make_group(size) for size in (2, 4)}
     found = {}
     for name, case in CASES.items():
@@ -124,7 +123,6 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
     found["bf16"] = _bf16(groups[2])
     found["neighbour"] = _neighbour(groups[2])
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    leave_rank()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from tests.support.harness import (
 from tests.support.layouts_deepspeed import zero
 from tests.support.layouts_megatron import EP, PP, TP
 from tests.support.pictured import plain_logprobs
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.ranks import run_ranks
 
 SHARDED = {"checkpoint": "sharded"}
 BF16 = {"model_args": {"dtype": "bf16"}}
@@ -50,8 +50,7 @@ MEGATRON = [
 LAYOUTS = [*FSDP2, *DEEPSPEED, *MEGATRON]
 
 
-def rank_main(rank: int, port: int, layouts: list[Layout], models: Path, folder: Path) -> None:
-    enter_rank(port)
+def rank_main(rank: int, layouts: list[Layout], models: Path, folder: Path) -> None:
     for layout in layouts:
         trainer = started(layout, models / layout.model, rank)
         take_steps(trainer, 0, 1)
@@ -62,7 +61,6 @@ def rank_main(rank: int, port: int, layouts: list[Layout], models: Path, folder:
             named = {name: tensor.clone().contiguous() for name, tensor in trained.items()}
             save_file(named, folder / f"{layout.name}.safetensors")
             save_file({"logprobs": scores}, folder / f"{layout.name}-scores.safetensors")
-    leave_rank()
 
 
 class Runs:
@@ -171,13 +169,11 @@ def test_shards_of_an_earlier_version_lack_what_is_frozen(tmp_path, monkeypatch)
         export_folder(export_of(tmp_path / "checkpoint"), tmp_path / "exported")
 
 
-def _save_replaced(rank: int, port: int, strategy: str, model: Path, folder: Path) -> None:
-    enter_rank(port)
+def _save_replaced(rank: int, strategy: str, model: Path, folder: Path) -> None:
     replaced = {"model_config_kwargs": {"rms_norm_eps": 0.25}}
     trainer = started(Layout("eps", strategy, 1, model_args=replaced), model, rank)
     trainer.save_model(folder / "saved")
     save_file({"logprobs": trainer.logprobs(make_batch(0)).logprobs_T}, folder / "scores.safetensors")
-    leave_rank()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])

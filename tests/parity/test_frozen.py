@@ -22,7 +22,7 @@ from tests.support.harness import (
 )
 from tests.support.layouts_deepspeed import zero
 from tests.support.layouts_megatron import PP, SP, TP
-from tests.support.ranks import assert_near, enter_rank, exported, leave_rank, run_ranks
+from tests.support.ranks import assert_near, exported, run_ranks
 
 FROZEN = "model.embed_tokens,model.layers.0,model.layers.2.self_attn"
 FIRST = {"freeze_module_prefix": FROZEN}
@@ -66,8 +66,7 @@ ENGINES = {"fsdp2_train": "megatron_train", "megatron_train": "fsdp2_train"}
 """Who saves, and who goes on."""
 
 
-def _hand_over(rank: int, port: int, model: Path, folder: Path) -> None:
-    enter_rank(port)
+def _hand_over(rank: int, model: Path, folder: Path) -> None:
     for engine, other in ENGINES.items():
         first, second = (started(layout("", each, 1), model, rank) for each in (engine, other))
         take_steps(first, 0, 1)
@@ -76,7 +75,6 @@ def _hand_over(rank: int, port: int, model: Path, folder: Path) -> None:
         for name, each in ((f"from-{engine}", second), ("expected", first)):
             take_steps(each, 2)
             save_file(exported(each), folder / f"{name}.safetensors")
-    leave_rank()
 
 
 def test_a_checkpoint_goes_on_in_another_engine(tmp_path):
@@ -95,8 +93,7 @@ def test_a_checkpoint_goes_on_in_another_engine(tmp_path):
         assert_near(found, expected, FP32_BOUND)
 
 
-def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], model: Path, folder: Path) -> None:
-    enter_rank(port)
+def _freeze_later(rank: int, engine: str, config: dict[str, Any], model: Path, folder: Path) -> None:
     for dtype in ("fp32", "bf16"):
         first = started(layout("", engine, 1, config, model_args={"dtype": dtype}), model, rank)
         take_steps(first, 0)
@@ -105,7 +102,6 @@ def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], mod
         second.load(folder / dtype)
         for name, each in (("saved", first), ("loaded", second)):
             save_file(exported(each), folder / f"{name}-{dtype}.safetensors")
-    leave_rank()
 
 
 @pytest.mark.parametrize(

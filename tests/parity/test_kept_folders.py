@@ -29,7 +29,7 @@ from tests.support.families import tiny_config, tiny_model
 from tests.support.harness import ADAPTER, TEMPERATURE, Layout, make_batch, make_model, started, take_steps
 from tests.support.known_families import KNOWN, SCORES, make_known
 from tests.support.pictured import plain_logprobs
-from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks
+from tests.support.ranks import exported, run_ranks
 
 TOWERS = {f"{family} with pictures": family for family in ("qwen3_5", "qwen3_5_moe", "gemma3")}
 PREDICTORS = dict.fromkeys(["qwen3_next", "qwen3_5", "qwen3_5_moe", *list(TOWERS)[:2]], "mtp.fc.weight") | {
@@ -216,15 +216,13 @@ def test_an_adapter_is_merged_into_all_of_the_folder(published, tmp_path):
     assert differ(scores(trainer), tmp_path / "out") < 1e-4
 
 
-def sharded_main(rank: int, port: int, folder: Path, out: Path) -> None:
-    enter_rank(port)
+def sharded_main(rank: int, folder: Path, out: Path) -> None:
     trainer = make_trainer(folder, rank=rank, world_size=2, strategy_config={"checkpoint": "sharded"})
     take_steps(trainer, 0)
     trainer.save(out)
     found = scores(trainer)
     if rank == 0:
         save_file({"scores": found}, out / "scores.safetensors")
-    leave_rank()
 
 
 @pytest.mark.slow  # two processes that import all over again

@@ -45,7 +45,7 @@ from tests.support.harness import (
 )
 from tests.support.layouts_megatron import PP, SP, TP
 from tests.support.pictured import plain_logprobs
-from tests.support.ranks import assert_near, enter_rank, exported, exported_adapter, leave_rank, run_ranks, wanted
+from tests.support.ranks import assert_near, exported, exported_adapter, run_ranks, wanted
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -101,11 +101,9 @@ def run(layout: Layout, model: Path, folder: Path, rank: int) -> None:
         save_file(flat, folder / f"{layout.name}.safetensors")
 
 
-def rank_main(rank: int, port: int, layouts: list[Layout], model: Path, folder: Path) -> None:
-    enter_rank(port)
+def rank_main(rank: int, layouts: list[Layout], model: Path, folder: Path) -> None:
     for layout in layouts:
         run(layout, model, folder, rank)
-    leave_rank()
 
 
 @pytest.fixture(scope="module")

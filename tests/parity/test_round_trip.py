@@ -1,7 +1,6 @@
 """Train, send the weights, generate, score: the trainer agrees with what the generator says it sampled."""
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from roll.models.tiny import make_tiny_model
 from tests.support.choice import needs
 from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
 from tests.support.harness import TEMPERATURE, Layout, make_batch, policy_loss, record, started
-from tests.support.ranks import enter_rank, start_ranks, unpacked
+from tests.support.ranks import start_ranks, unpacked
 
 TRAINERS = {
     "fsdp2_train": Layout("shard2", "fsdp2_train", 2),
@@ -38,9 +37,8 @@ def prompts() -> list[np.ndarray]:
     return [draw.integers(4, 300, size) for size in np.linspace(4, 40, NUM_PROMPTS).astype(int)]
 
 
-def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, generators: list[str]) -> None:
+def rank_main(rank: int, layout: Layout, model: Path, folder: Path, generators: list[str]) -> None:
     """One step, an export, and then a score of whatever the generators made of it."""
-    enter_rank(port)
     strategy = started(layout, model, rank)
     info = strategy.info
 
@@ -58,7 +56,6 @@ def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, g
         batch = Batch(found["lengths"], found["tokens"], found["mask"])
         index, part = share(batch)
         hand_over({"index": index, "logprobs": strategy.logprobs(part).logprobs_T}, folder / f"{name}-{rank}.pt")
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
 
 
 def hand_over(value: Any, path: Path) -> None:

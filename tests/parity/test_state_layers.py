@@ -12,7 +12,7 @@ from roll.data.batch import Batch
 from roll.models.loading import load_causal_lm
 from tests.support.choice import needs
 from tests.support.families import tiny_config, tiny_model
-from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
+from tests.support.ranks import metrics_of, run_ranks, tensors_of, write
 from tests.support.trainers import make_batch, make_trainer, module_gradients, shares
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h")
@@ -90,12 +90,10 @@ def test_packed_rows_however_they_are_cut_give_what_the_model_gives_alone(tmp_pa
         found.shutdown()
 
 
-def rank_main(rank: int, port: int, model: Path, out: Path) -> None:
-    enter_rank(port)
+def rank_main(rank: int, model: Path, out: Path) -> None:
     found = trainer(model, "fsdp2_train", {}, 4, rank=rank, world_size=2)
     logprobs = found.logprobs(shares(0)[rank]).logprobs_T
     write(out, str(rank), {"logprobs": logprobs}, found.train_step(shares(0)[rank], loss_fn))
-    leave_rank()
 
 
 def test_ranks_that_share_weights_keep_step_though_their_rows_have_different_numbers_of_sequences(tmp_path):

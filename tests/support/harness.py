@@ -44,7 +44,7 @@ from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.contract import weights_of
 from tests.support.experts import chosen_experts, given_experts
 from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, unmodified
-from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
+from tests.support.ranks import exported, exported_adapter, run_ranks
 from tests.support.sizes import FOUR_EXPERTS, sizes
 from tests.support.trainers import ENTROPY_COEF, TEMPERATURE, VOCABULARY, policy_loss
 from tests.support.trainers import make_context as context_of
@@ -735,7 +735,7 @@ def measure(
     world_size = layouts[0].world_size
     assert all(layout.world_size == world_size for layout in layouts)
     try:
-        run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)
+        run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus, on_gpus=on_gpus)
     except BaseException as error:  # such as the end of a test's time, when ranks wait for each other
         for problem in compare(_records(folder, world_size)):
             error.add_note(problem.text)
@@ -759,10 +759,7 @@ def _entered(folder: Path, rank: int) -> Path:
     return folder / f"entered-{rank}.jsonl"
 
 
-def _rank_main(
-    rank: int, port: int, layouts: list[Layout], models: dict[str, Path], folder: Path, on_gpus: bool
-) -> None:
-    enter_rank(port, on_gpus=on_gpus)
+def _rank_main(rank: int, layouts: list[Layout], models: dict[str, Path], folder: Path, on_gpus: bool) -> None:
     with recording(None if on_gpus else _entered(folder, rank)) as recorder:
         for layout in layouts:
             start, recorder.part = time.perf_counter(), layout.id
@@ -775,7 +772,7 @@ def _rank_main(
                 torch.save(result, folder / f"{layout.id}-{rank}.pt")
             if "error" in result and layout.world_size > 1:
                 break  # the other ranks may be in a collective of their own; what was not run says so
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    os._exit(0)  # other ranks may have failed
 
 
 def measure_here(layout: Layout, folder: Path, out: Path) -> Figures:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +35,33 @@ IMPORTED = [
 """What every rank needs: imported once, in a process of which ranks are forked."""
 
 
-def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch.multiprocessing.ProcessContext:
-    """Starts ``main(rank, port, *args)`` in a group of processes and returns at once."""
-    port = unused_port()
+def start_ranks(
+    main: Callable[..., None], world_size: int, *args: Any, on_gpus: bool = False
+) -> torch.multiprocessing.ProcessContext:
+    """Starts ``main(rank, *args)`` in a group of processes and returns at once."""
     method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not outlive a fork
     multiprocessing.set_forkserver_preload(IMPORTED)
     return torch.multiprocessing.start_processes(
-        main, (port, *args), nprocs=world_size, join=False, start_method=method
+        _rank, (unused_port(), on_gpus, main, args), nprocs=world_size, join=False, start_method=method
     )
+
+
+def _rank(rank: int, port: int, on_gpus: bool, main: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Runs on CPUs, wherever it is, unless told otherwise; ends, its results being on disk, when all ranks are there.
+
+    Without the interpreter's own end, in which torch's threads sometimes abort the process ("terminate called without
+    an active exception", once in some ten runs of torch 2.13 with gloo).
+    """
+    gc.freeze()  # engines look for garbage often: a second each time, where that is among all that is imported
+    torch.set_num_threads(1)
+    tensor_files.MIN_SHARE_BYTES = 1  # both ranks write a share of what they save, however small it is
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if not on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    main(rank, *args)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    os._exit(0)
 
 
 def unused_port() -> int:
@@ -54,9 +73,9 @@ def unused_port() -> int:
             return port
 
 
-def run_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
+def run_ranks(main: Callable[..., None], world_size: int, *args: Any, on_gpus: bool = False) -> None:
     """The same, to the end of all processes; where this one is interrupted, it ends them."""
-    processes = start_ranks(main, world_size, *args)
+    processes = start_ranks(main, world_size, *args, on_gpus=on_gpus)
     try:
         while not processes.join():
             pass
@@ -71,27 +90,6 @@ def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     here = [item for item in request.session.items if item.path == request.path]
     calls = [item.callspec.params for item in here if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     return list(dict.fromkeys(params[argument] for params in calls if argument in params))
-
-
-def enter_rank(port: int, *, on_gpus: bool = False) -> None:
-    """What a process of ``start_ranks`` does first; the tests run on CPUs, wherever they are."""
-    gc.freeze()  # engines look for garbage often: a second each time, where that is among all that is imported
-    torch.set_num_threads(1)
-    tensor_files.MIN_SHARE_BYTES = 1  # both ranks write a share of what they save, however small it is
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if not on_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def leave_rank() -> NoReturn:
-    """Ends a rank whose results are on disk, when all ranks are there.
-
-    Without the interpreter's own end, in which torch's threads sometimes abort the process ("terminate called without
-    an active exception", once in some ten runs of torch 2.13 with gloo).
-    """
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    os._exit(0)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from roll.distributed.strategy.megatron.scores import VocabularyScorer, Vocabula
 from roll.distributed.strategy.megatron.substitutes import CoreAttention
 from roll.models.megatron.config import megatron_config
 from tests.support.harness import make_batch, make_groups
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.ranks import run_ranks
 
 IDS, ROWS, WIDTH, TOKENS = 7, 4, 5, 6
 KL = DivergenceConfig(kd_objective="forward_kl")
@@ -60,8 +60,7 @@ def scores(shared: int) -> dict[str, Tensor]:
     return {name: column for quantity in needs(shared, 0, IDS) for name, column in quantity(p).items()}
 
 
-def rank_main(rank: int, port: int, folder: Path) -> None:
-    enter_rank(port)
+def rank_main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=30))
     group = dist.group.WORLD
     share = VocabularyShare(IDS, rank * ROWS, group)
@@ -72,7 +71,6 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
         told = scorer(weight, made(TOKENS, WIDTH, seed=1), torch.zeros(TOKENS, dtype=torch.int64), GIVEN)
         found[shared] = {name: tensor.clone() for name, tensor in told.items()}
     torch.save(found, folder / f"{rank}.pt")
-    leave_rank()
 
 
 @pytest.mark.timeout(120)
