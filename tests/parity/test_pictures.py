@@ -36,6 +36,7 @@ from roll.models.pictures import FAMILIES, VIDEO_FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
 from tests.parity.test_families import BOUNDS, FOUR, RECOMPUTED, TP_SP, TRAINERS, by_tokens, record_row
 from tests.support import contract
+from tests.support.batches import batch_of
 from tests.support.contract import OPTIONS, buckets_of, burst, needs_seeing, weights_of
 from tests.support.harness import (
     ALL_ADAPTED,
@@ -385,11 +386,8 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
         assert sequence.tokens == output[0, -12:].tolist()
     assert sequences[0].logprobs == sequences[3].logprobs and sequences[0].tokens != sequences[2].tokens
     assert batching.counters.shared_tokens == sequences[0].length - 13
-    histories = [torch.from_numpy(sequence.history) for sequence in sequences]
-    lengths = torch.tensor([len(each) for each in histories])
-    batch = Batch(lengths, torch.cat(histories), torch.zeros(int(lengths.sum())).bool())
-    batch = batch.replace(loss_mask_T=batch.positions_T >= (lengths - 12)[batch.rows_T])
-    batch = batch.replace(items_I=tuple(sequence.request.items for sequence in sequences))
+    histories, items = zip(*[(sequence.history, sequence.request.items) for sequence in sequences], strict=True)
+    batch = batch_of(histories, [len(history) - 12 for history in histories], items_I=items)
     trainer = make_trainer(folder, "fsdp2_train", pictures=True, temperature=1.0)
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
     difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())

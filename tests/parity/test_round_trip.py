@@ -16,6 +16,7 @@ from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.models.tiny import make_tiny_model
+from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
 from tests.support.harness import TEMPERATURE, Layout, make_batch, policy_loss, record, started
@@ -108,14 +109,8 @@ async def generate(engine: Any, weights: dict[str, Tensor], version: int) -> tup
     completions = await burst(engine, [GenerateRequest(f"{version}-{i}", *each) for i, each in numbered])
     assert {completion.weight_version for completion in completions} == {version}
     rows = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts(), completions, strict=True)]
-    sampled = [np.arange(len(row)) >= len(p) for row, p in zip(rows, prompts(), strict=True)]
     said = [np.concatenate([np.zeros(len(p)), c.logprobs]) for p, c in zip(prompts(), completions, strict=True)]
-    batch = Batch(
-        torch.tensor([len(row) for row in rows]),
-        torch.from_numpy(np.concatenate(rows)),
-        torch.from_numpy(np.concatenate(sampled)),
-    )
-    return batch, torch.from_numpy(np.concatenate(said))
+    return batch_of(rows, [*map(len, prompts())]), torch.from_numpy(np.concatenate(said))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

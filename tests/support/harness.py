@@ -39,6 +39,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
+from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.contract import weights_of
@@ -197,10 +198,8 @@ def make_groups(step: int) -> Batch:
     for prompt in prompts:
         for size in torch.randint(1, LONGEST - 11, (3,), generator=generator).tolist():
             rows.append(torch.cat([prompt, torch.randint(0, VOCABULARY, (size,), generator=generator)]))
-    lengths = torch.tensor([len(row) for row in rows])
-    masks = [torch.arange(len(row)) >= len(prompts[number // 3]) for number, row in enumerate(rows)]
-    advantages_T = torch.randn(int(lengths.sum()), generator=generator)
-    return Batch(lengths, torch.cat(rows), torch.cat(masks), advantages_T=advantages_T)
+    advantages_T = torch.randn(sum(map(len, rows)), generator=generator)
+    return batch_of(rows, [len(prompts[number // 3]) for number in range(9)], advantages_T=advantages_T)
 
 
 @dataclass(frozen=True)
@@ -418,18 +417,15 @@ def make_preferences(step: int) -> Batch:
     questions.append(questions[0])
     answers = [tokens(count) for count in torch.randint(1, 13, (10,), generator=generator).tolist()]
     rows = [torch.cat([questions[index // 2], answer]) for index, answer in enumerate(answers)]
-    masks = [torch.arange(len(row)) >= len(row) - len(answer) for row, answer in zip(rows, answers, strict=True)]
-    mask_T = torch.cat(masks)
-    ref_logprobs_T = -4 + torch.randn(len(mask_T), generator=generator)
-    return Batch(
-        torch.tensor([len(row) for row in rows]),
-        torch.cat(rows),
-        mask_T,
-        ref_logprobs_T=ref_logprobs_T * mask_T,
+    ref_logprobs_T = -4 + torch.randn(sum(map(len, rows)), generator=generator)
+    batch = batch_of(
+        rows,
+        [len(questions[index // 2]) for index in range(10)],
         pair_B=torch.arange(10) // 2,
         preferred_B=torch.rand(5, generator=generator).lt(0.5).repeat_interleave(2) ^ (torch.arange(10) % 2 == 0),
         anchor_B=torch.full((10,), 1.5),
     )
+    return batch.replace(ref_logprobs_T=ref_logprobs_T * batch.loss_mask_T)
 
 
 def make_labelled(step: int) -> Batch:

@@ -15,6 +15,7 @@ from roll.configs.preference import PreferenceConfig, PreferenceLoss
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.models.scoring import split_batch
+from tests.support.batches import batch_of
 from tests.support.harness import PREFERENCES, make_labelled, make_preferences
 
 CUTTINGS = {
@@ -285,15 +286,9 @@ ANSWERS = [[4, 5], [6], [7, 8, 9], [5, 5], [4], [6, 7], [7], [8], [4, 4], [4, 4]
 
 
 def rollout() -> Batch:
-    lengths = torch.tensor([2 + len(answer) for answer in ANSWERS])
-    return Batch(
-        lengths,
-        torch.cat([torch.tensor([1, 2, *answer]) for answer in ANSWERS]),
-        torch.cat([torch.arange(2 + len(answer)) >= 2 for answer in ANSWERS]),
-        group_B=torch.tensor(GROUPS),
-        scores_B=torch.tensor(SCORES),
-        ref_logprobs_T=-torch.arange(int(lengths.sum()), dtype=torch.float64) / 10,
-    )
+    batch = batch_of([[1, 2, *answer] for answer in ANSWERS], prompts=2)
+    ref_logprobs_T = -torch.arange(batch.num_tokens, dtype=torch.float64) / 10
+    return batch.replace(group_B=torch.tensor(GROUPS), scores_B=torch.tensor(SCORES), ref_logprobs_T=ref_logprobs_T)
 
 
 def test_the_best_and_the_worst_of_each_group_are_a_pair():

@@ -22,6 +22,7 @@ from roll.data.packing import (
 from roll.models import planned_attention
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, score_batch, score_input
+from tests.support.batches import batch_of
 from tests.support.examples import examples
 from tests.support.sizes import sizes
 
@@ -31,15 +32,13 @@ SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 2, 1), "initializer_range": 0.3}
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
     """Per group a prompt's length and those of the answers to it; rows are shuffled."""
     generator = torch.Generator().manual_seed(seed)
-    rows, masks = [], []
+    rows = []
     for prompt_length, answers in groups:
         prompt = torch.randint(0, 37, (prompt_length,), generator=generator)
         for length in answers:
-            rows.append(torch.cat([prompt, torch.randint(0, 37, (length,), generator=generator)]))
-            masks.append(torch.arange(len(rows[-1])) >= prompt_length)
+            rows.append((torch.cat([prompt, torch.randint(0, 37, (length,), generator=generator)]), prompt_length))
     order = torch.randperm(len(rows), generator=generator).tolist()
-    lengths = torch.tensor([len(rows[i]) for i in order])
-    return Batch(lengths, torch.cat([rows[i] for i in order]), torch.cat([masks[i] for i in order]))
+    return batch_of(*zip(*[rows[i] for i in order], strict=True))
 
 
 GROUPS = [(9, [3, 1, 6, 2]), (5, [4, 12]), (1, [2, 2, 2]), (7, [0, 3])]

@@ -22,6 +22,7 @@ from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.offline.pipeline import load_sft_data
 from roll.pipeline.teachers import PrivilegedTeacher, TaggedTeachers, TeacherPrompts, with_teacher
+from tests.support.batches import batch_of
 from tests.support.imitation import Imitator
 from tests.support.lines import write_lines
 from tests.support.sizes import sizes
@@ -59,8 +60,7 @@ def make(seed: int) -> PreTrainedModel:
 
 def make_batch() -> Batch:
     torch.manual_seed(0)
-    batch = Batch(torch.tensor([4, 6, 3, 5, 7]), torch.randint(0, 37, (25,)), torch.zeros(25).bool(), tag_B=TAGS)
-    batch = batch.replace(loss_mask_T=batch.positions_T > 1)
+    batch = batch_of(torch.randint(0, 37, (25,)).split([4, 6, 3, 5, 7]), prompts=2, tag_B=TAGS)
     return batch.replace(rollout_logprobs_T=-torch.rand(25) * batch.loss_mask_T)
 
 
@@ -154,13 +154,9 @@ def rollouts(renderer: ChatRenderer) -> Batch:
     for group, answer in ANSWERS:
         prompt = renderer.prompt([{"role": "user", "content": QUESTIONS[group][0]}]).tolist()
         rows.append((prompt, [*renderer.words(answer).tolist(), renderer.tokenizer.eos_token_id]))
-    return Batch(
-        torch.tensor([len(prompt) + len(said) for prompt, said in rows]),
-        torch.tensor([token for prompt, said in rows for token in prompt + said]),
-        torch.tensor([mark for prompt, said in rows for mark in [False] * len(prompt) + [True] * len(said)]),
-        group_B=torch.tensor([group for group, _ in ANSWERS]),
-        rollout_logprobs_T=torch.zeros(sum(len(prompt) + len(said) for prompt, said in rows)),
-    )
+    groups_B = torch.tensor([group for group, _ in ANSWERS])
+    batch = batch_of([prompt + said for prompt, said in rows], [len(prompt) for prompt, _ in rows], group_B=groups_B)
+    return batch.replace(rollout_logprobs_T=torch.zeros(batch.num_tokens))
 
 
 @torch.no_grad()
