@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -36,17 +37,19 @@ IMPORTED = [
 
 
 def start_ranks(
-    main: Callable[..., None], world_size: int, *args: Any, on_gpus: bool = False
+    main: Callable[..., Any], world_size: int, *args: Any, on_gpus: bool = False, results: Path | None = None
 ) -> torch.multiprocessing.ProcessContext:
-    """Starts ``main(rank, *args)`` in a group of processes and returns at once."""
+    """Starts ``main(rank, *args)`` in a group of processes and returns at once; ``results``: for what they return."""
     method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not outlive a fork
     multiprocessing.set_forkserver_preload(IMPORTED)
     return torch.multiprocessing.start_processes(
-        _rank, (unused_port(), on_gpus, main, args), nprocs=world_size, join=False, start_method=method
+        _rank, (unused_port(), on_gpus, results, main, args), nprocs=world_size, join=False, start_method=method
     )
 
 
-def _rank(rank: int, port: int, on_gpus: bool, main: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, port: int, on_gpus: bool, results: Path | None, main: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """Runs on CPUs, wherever it is, unless told otherwise; ends, its results being on disk, when all ranks are there.
 
     Without the interpreter's own end, in which torch's threads sometimes abort the process ("terminate called without
@@ -58,7 +61,9 @@ def _rank(rank: int, port: int, on_gpus: bool, main: Callable[..., None], args: 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if not on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    main(rank, *args)
+    found = main(rank, *args)
+    if results is not None:
+        torch.save(found, results / f"{rank}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     os._exit(0)
@@ -73,16 +78,19 @@ def unused_port() -> int:
             return port
 
 
-def run_ranks(main: Callable[..., None], world_size: int, *args: Any, on_gpus: bool = False) -> None:
-    """The same, to the end of all processes; where this one is interrupted, it ends them."""
-    processes = start_ranks(main, world_size, *args, on_gpus=on_gpus)
-    try:
-        while not processes.join():
-            pass
-    except BaseException:
-        for process in processes.processes:
-            process.kill()
-        raise
+def run_ranks(main: Callable[..., Any], world_size: int, *args: Any, on_gpus: bool = False) -> list[Any]:
+    """The same, to the end of all processes; where this one is interrupted, it ends them. What each has returned."""
+    with TemporaryDirectory() as name:
+        processes = start_ranks(main, world_size, *args, on_gpus=on_gpus, results=(folder := Path(name)))
+        try:
+            while not processes.join():
+                pass
+        except BaseException:
+            for process in processes.processes:
+                process.kill()
+            raise
+        files = [folder / f"{rank}.pt" for rank in range(world_size)]
+        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
 def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
