@@ -15,12 +15,12 @@ from roll.configs.engines import packages
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.models.tiny import make_tiny_model
 from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
 from tests.support.harness import TEMPERATURE, Layout, make_batch, policy_loss, record, started
 from tests.support.ranks import start_ranks, unpacked
+from tests.support.sizes import tiny_folder
 
 TRAINERS = {
     "fsdp2_train": Layout("shard2", "fsdp2_train", 2),
@@ -74,9 +74,7 @@ def wait_for(path: Path, seconds: float = 300.0) -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("round_trip") / "tiny"
-    make_tiny_model(path, seed=1, num_heads=2)
-    return path
+    return tiny_folder(tmp_path_factory, seed=1, num_heads=2)
 
 
 @pytest.fixture(scope="module")
