@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 from roll.configs.engines import card_of
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy import STRATEGIES
 from tests.generators.conftest import ModelPath
 from tests.support.batches import batch_of
 from tests.support.contract import burst, started
-from tests.support.trainers import make_context
+from tests.support.trainers import make_trainer
 
 LAYERS, PER_TOKEN = 2, 2
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=5)
@@ -65,10 +64,7 @@ def test_each_token_but_the_last_tells_the_experts_that_it_went_through(answers,
 def test_a_trainer_with_other_routers_goes_through_the_generators_experts(answers, model_path):
     batch = batch_from(*answers)
     sampled = torch.from_numpy(np.concatenate([completion.logprobs for completion in answers[1]]))
-    trainer = STRATEGIES.get("fsdp2_train")(
-        make_context(model_path("experts", 0), "fsdp2_train", router_replay="R3", temperature=1.0)
-    )
-    trainer.setup()
+    trainer = make_trainer(model_path("experts", 0), "fsdp2_train", router_replay="R3", temperature=1.0)
 
     def mismatch(some: Batch) -> float:
         return float((trainer.logprobs(some).logprobs_T[batch.loss_mask_T] - sampled).abs().max())

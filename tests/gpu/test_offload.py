@@ -11,6 +11,7 @@ import torch
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
 from roll.models.lora import LoraSpec
+from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.harness import TEMPERATURE, Layout, policy_loss, started
 from tests.support.layouts_deepspeed import zero
@@ -58,9 +59,8 @@ SCORERS = [
 
 def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, VOCABULARY, (64,), generator=generator)
-    batch = Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 2)
-    return batch.replace(advantages_T=torch.randn(64, generator=generator))
+    rows = torch.randint(2, VOCABULARY, (4, 16), generator=generator)
+    return batch_of(rows, prompts=3, advantages_T=torch.randn(64, generator=generator))
 
 
 def taken() -> int:

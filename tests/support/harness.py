@@ -44,7 +44,7 @@ from tests.support.choice import needs
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.contract import weights_of
 from tests.support.experts import chosen_experts, given_experts
-from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, unmodified
+from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, plain_logprobs, unmodified
 from tests.support.ranks import exported, exported_adapter, run_ranks
 from tests.support.sizes import FOUR_EXPERTS, sizes
 from tests.support.trainers import ENTROPY_COEF, TEMPERATURE, VOCABULARY, policy_loss
@@ -711,6 +711,14 @@ def take_steps(trainer: Any, *steps: int) -> None:
     """The steps of the task ``policy`` with these numbers."""
     for step in steps:
         trainer.train_step(share(trainer, make_batch(step)), policy_loss)
+
+
+def differ(found_T: Tensor, folder: Path) -> float:
+    """How far log-probabilities of ``make_batch`` are from those by Transformers' own loading and forward pass."""
+    from transformers import AutoModelForCausalLM
+
+    model, batch = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), make_batch(0)
+    return float((found_T - plain_logprobs(model, batch, TEMPERATURE).detach())[batch.loss_mask_T].abs().max())
 
 
 def measure(

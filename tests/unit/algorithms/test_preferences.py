@@ -222,16 +222,12 @@ def make() -> tuple[Batch, Tensor]:
     """Three pairs, or six answers, the better side of a pair not always first, and the policy's log-probabilities."""
     generator = torch.Generator().manual_seed(11)
     total = sum(length for length, _ in LENGTHS)
-    mask_T = torch.cat([torch.arange(length) >= length - answer for length, answer in LENGTHS])
     reference_T, policy_T = (-2 * torch.rand(total, generator=generator).double() - 0.05 for _ in range(2))
-    batch = Batch(
-        torch.tensor([length for length, _ in LENGTHS]),
-        torch.arange(total),
-        mask_T,
-        ref_logprobs_T=reference_T * mask_T,
-        preferred_B=torch.tensor([True, False, False, True, True, False]),
-    )
-    return batch, policy_T * mask_T
+    better = torch.tensor([True, False, False, True, True, False])
+    rows = torch.arange(total).split([length for length, _ in LENGTHS])
+    batch = batch_of(rows, [length - answer for length, answer in LENGTHS], preferred_B=better)
+    mask_T = batch.loss_mask_T
+    return batch.replace(ref_logprobs_T=reference_T * mask_T), policy_T * mask_T
 
 
 def answers(batch: Batch, policy_T: Tensor) -> list[Answer]:
