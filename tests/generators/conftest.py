@@ -7,6 +7,7 @@ but not installed fails instead of being skipped. Without it, vLLM starts for ``
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,14 +41,7 @@ def _parameter(name: str, *, slow: bool) -> Any:
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
     """Folder of a random model by (family, seed), made once."""
     root = tmp_path_factory.mktemp("models")
-
-    def path(family: str, seed: int) -> str:
-        folder = root / f"{family}-{seed}"
-        if not folder.exists():
-            save_model(folder, family, seed)
-        return str(folder)
-
-    return path
+    return cache(lambda family, seed: save_model(root / f"{family}-{seed}", family, seed))
 
 
 @pytest.fixture(scope="module")

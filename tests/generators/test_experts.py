@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from roll.configs.engines import card_of
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy import STRATEGIES
 from tests.generators.conftest import ModelPath
+from tests.support.batches import batch_of
 from tests.support.contract import burst, started
-from tests.support.trainers import make_context
+from tests.support.trainers import make_trainer
 
 LAYERS, PER_TOKEN = 2, 2
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=5)
@@ -34,13 +34,10 @@ def answers(generator: str, model_path: ModelPath) -> Iterator[tuple[list[Genera
         yield requests, asyncio.run(burst(engine, requests))
 
 
-def batch_of(requests: list[GenerateRequest], completions: list[Completion]) -> Batch:
-    lengths = [len(r.prompt_ids) + len(c.token_ids) for r, c in zip(requests, completions, strict=True)]
+def batch_from(requests: list[GenerateRequest], completions: list[Completion]) -> Batch:
     rows = [np.concatenate([r.prompt_ids, c.token_ids]) for r, c in zip(requests, completions, strict=True)]
-    masks = [np.arange(n) >= len(r.prompt_ids) for r, n in zip(requests, lengths, strict=True)]
     told = torch.from_numpy(np.concatenate([completion.experts for completion in completions]))
-    tokens_T, mask_T = (torch.from_numpy(np.concatenate(each)) for each in (rows, masks))
-    return Batch(torch.tensor(lengths), tokens_T, mask_T, experts_TE=told)
+    return batch_of(rows, [len(request.prompt_ids) for request in requests], experts_TE=told)
 
 
 def preferred(path: str, batch: Batch) -> Tensor:
@@ -56,7 +53,7 @@ def preferred(path: str, batch: Batch) -> Tensor:
 
 
 def test_each_token_but_the_last_tells_the_experts_that_it_went_through(answers, model_path):
-    batch = batch_of(*answers)
+    batch = batch_from(*answers)
     last_T = batch.positions_T == batch.lengths_B[batch.rows_T] - 1
     assert batch.experts_TE is not None and batch.experts_TE.dtype == torch.int16
     assert bool((batch.experts_TE[last_T] == -1).all())
@@ -65,12 +62,9 @@ def test_each_token_but_the_last_tells_the_experts_that_it_went_through(answers,
 
 
 def test_a_trainer_with_other_routers_goes_through_the_generators_experts(answers, model_path):
-    batch = batch_of(*answers)
+    batch = batch_from(*answers)
     sampled = torch.from_numpy(np.concatenate([completion.logprobs for completion in answers[1]]))
-    trainer = STRATEGIES.get("fsdp2_train")(
-        make_context(model_path("experts", 0), "fsdp2_train", router_replay="R3", temperature=1.0)
-    )
-    trainer.setup()
+    trainer = make_trainer(model_path("experts", 0), "fsdp2_train", router_replay="R3", temperature=1.0)
 
     def mismatch(some: Batch) -> float:
         return float((trainer.logprobs(some).logprobs_T[batch.loss_mask_T] - sampled).abs().max())

@@ -239,23 +239,19 @@ def test_the_context_bounds_a_completion(engine, oracle, endless):
     assert completion.token_ids.tolist() == greedy_oracle(oracle, prompt, 3)
 
 
-def test_abort_gives_the_tokens_so_far(engine, oracle, endless):
+async def test_abort_gives_the_tokens_so_far(engine, oracle, endless):
     request = GenerateRequest("a", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
     other = requests_of(prompts(3, seed=12), max_new_tokens=40, temperature=0.0)
-
-    async def run() -> Any:
-        task, others = asyncio.create_task(engine.generate(request)), asyncio.create_task(burst(engine, other))
-        await asyncio.sleep(0.15)
-        await engine.abort("a")
-        await engine.abort("unknown")
-        return await asyncio.wait_for(task, 10), await others
-
-    completion, others = asyncio.run(run())
+    task, others = asyncio.create_task(engine.generate(request)), asyncio.create_task(burst(engine, other))
+    await asyncio.sleep(0.15)
+    await engine.abort("a")
+    await engine.abort("unknown")
+    completion = await asyncio.wait_for(task, 10)
     assert completion.finish_reason is FinishReason.ABORT
     assert 0 < len(completion.token_ids) < LONG
     assert len(completion.logprobs) == len(completion.token_ids)
     assert completion.token_ids.tolist() == likeliest(oracle, endless, completion.token_ids)
-    assert_greedy(others, oracle, [r.prompt_ids for r in other], 40)
+    assert_greedy(await others, oracle, [r.prompt_ids for r in other], 40)
 
 
 async def test_abort_ends_a_request_even_before_its_first_token(engine, endless):
@@ -271,23 +267,19 @@ async def test_abort_ends_a_request_even_before_its_first_token(engine, endless)
     assert len(completion.token_ids) == len(completion.logprobs) == 0
 
 
-def test_a_cancelled_caller_aborts_its_request(engine, endless):
+async def test_a_cancelled_caller_aborts_its_request(engine, endless):
     request = GenerateRequest("x", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
-
-    async def run() -> None:
-        task = asyncio.create_task(engine.generate(request))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        for _ in range(50):  # the engine gets to know of it a little later
-            with contextlib.suppress(ValueError):
-                await engine.generate(GenerateRequest("x", endless, SamplingParams(max_new_tokens=2)))
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("the request's id is still in flight")
-
-    asyncio.run(run())
+    task = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    for _ in range(50):  # the engine gets to know of it a little later
+        with contextlib.suppress(ValueError):
+            await engine.generate(GenerateRequest("x", endless, SamplingParams(max_new_tokens=2)))
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the request's id is still in flight")
 
 
 async def test_requests_in_flight_wait_while_paused(engine, oracle, endless):
@@ -326,19 +318,15 @@ BAD = {
 }
 
 
-def test_bad_requests_are_refused_and_hurt_nobody(engine, oracle):
+async def test_bad_requests_are_refused_and_hurt_nobody(engine, oracle):
     prompt_list = prompts(4, seed=14)
-
-    async def run() -> Any:
-        good = asyncio.create_task(burst(engine, requests_of(prompt_list, max_new_tokens=40, temperature=0.0)))
-        await asyncio.sleep(0.01)
-        for what, (prompt, params) in BAD.items():
-            with pytest.raises(ValueError, match=r"request 'bad': .*expected"):
-                await engine.generate(GenerateRequest("bad", prompt, SamplingParams(**params)))
-                pytest.fail(what)
-        return await good
-
-    assert_greedy(asyncio.run(run()), oracle, prompt_list, 40)
+    good = asyncio.create_task(burst(engine, requests_of(prompt_list, max_new_tokens=40, temperature=0.0)))
+    await asyncio.sleep(0.01)
+    for what, (prompt, params) in BAD.items():
+        with pytest.raises(ValueError, match=r"request 'bad': .*expected"):
+            await engine.generate(GenerateRequest("bad", prompt, SamplingParams(**params)))
+            pytest.fail(what)
+    assert_greedy(await good, oracle, prompt_list, 40)
 
 
 async def test_a_request_id_is_unique_among_those_in_flight(engine, endless):

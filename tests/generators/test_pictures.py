@@ -68,7 +68,7 @@ def reported(completion: Completion) -> torch.Tensor:
 def said(model: PreTrainedModel, request: GenerateRequest, completion: Completion) -> torch.Tensor:
     """[M]: log-probs of sampled tokens, by Transformers."""
     row = rows_of([request], [completion])
-    return plain_logprobs(model, row, 1.0)[row.loss_mask_T]
+    return plain_logprobs(model, row)[row.loss_mask_T].detach()
 
 
 async def test_requests_in_flight_see_with_the_new_tower_and_nothing_of_the_old_one_is_found(seeing, old, new):

@@ -9,14 +9,13 @@ import pytest
 from safetensors.torch import load_file
 
 from roll.configs.engines import packages
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training import tensor_files
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.models.adapter_files import ADAPTER_FILE
 from tests.support.contract import LORA, assert_greedy, buckets_of, greedy, load, prompts, started
 from tests.support.harness import policy_loss, share
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
-from tests.support.trainers import make_batch, make_context
+from tests.support.ranks import run_ranks
+from tests.support.trainers import make_batch, make_trainer
 
 TRAINERS = ("fsdp2_train", "deepspeed_train", "megatron_train")
 FIRST = [pytest.param(name, marks=pytest.mark.slow if name != "megatron_train" else ()) for name in TRAINERS]
@@ -24,14 +23,11 @@ FIRST = [pytest.param(name, marks=pytest.mark.slow if name != "megatron_train" e
 of the trainer whose weights have other names and shapes while they are trained."""
 
 
-def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) -> None:
+def save_all(rank: int, folder: Path, base: str, names: list[str]) -> None:
     """A checkpoint, the model alone (as the warm start keeps it), and a checkpoint of an adapter, by each trainer."""
-    enter_rank(port)
     for name in names:
         for lora in (None, LORA):
-            context = make_context(Path(base), name, rank=rank, world_size=2, lora=lora)
-            trainer = STRATEGIES.get(name)(context)
-            trainer.setup()
+            trainer = make_trainer(Path(base), name, rank=rank, world_size=2, lora=lora)
             trainer.train_step(share(trainer, make_batch()), policy_loss)
             if lora is None:
                 trainer.save(folder / name)  # each rank a file of its own
@@ -41,7 +37,6 @@ def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) ->
             else:
                 trainer.save(folder / name / "adapter")
             trainer.shutdown()
-    leave_rank()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
 from roll.models.scoring import TokenScorer, score_batch
+from tests.support.batches import batch_of
 from tests.support.contract import MAX_RUNNING, load, prompts, started
 
 LONGEST = 96
@@ -54,14 +55,12 @@ def test_scores_are_those_of_the_model(scorer, model_path, top_k):
 
 def given_rows(seed: int = 0, longest: int = LONGEST) -> Batch:
     """Rows of one token up to the longest, more than run at once; one has no token to score."""
-    rows = [torch.from_numpy(row) for row in prompts(MAX_RUNNING + 6, seed=seed)]
-    (rows[0],) = map(torch.from_numpy, prompts(1, seed=9, low=longest, high=longest))
+    rows = prompts(MAX_RUNNING + 6, seed=seed)
+    (rows[0],) = prompts(1, seed=9, low=longest, high=longest)
     rows[1] = rows[1][:1]
-    lengths_B = torch.tensor([len(row) for row in rows])
-    tokens_T = torch.cat(rows)
-    mask_T = torch.rand(len(tokens_T), generator=torch.Generator().manual_seed(seed)) < 0.6
-    batch = Batch(lengths_B=lengths_B, tokens_T=tokens_T, loss_mask_T=mask_T)
-    return batch.replace(loss_mask_T=mask_T & (batch.positions_T > 0) & (batch.rows_T != 2))
+    batch = batch_of(rows, prompts=1)
+    mask_T = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.6
+    return batch.replace(loss_mask_T=mask_T & batch.loss_mask_T & (batch.rows_T != 2))
 
 
 def assert_same(seen: TokenScores, expected: TokenScores, batch: Batch) -> None:

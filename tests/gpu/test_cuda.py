@@ -25,15 +25,15 @@ from roll.models import planned_attention
 from roll.models.loading import load_causal_lm
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tiny_model
+from tests.support.pictured import plain_logprobs
+from tests.support.sizes import tiny_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=0)
-    return path
+    return tiny_folder(tmp_path_factory, seed=0)
 
 
 def context(
@@ -68,13 +68,7 @@ def random_batch(vocabulary: int = 800) -> Batch:
 
 
 def reference_logprobs(model_path: Path, batch: Batch) -> torch.Tensor:
-    model = load_causal_lm(str(model_path), dtype=torch.float64)
-    out = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    for start, length in zip(batch.offsets_B.tolist(), batch.lengths_B.tolist(), strict=True):
-        ids = batch.tokens_T[start : start + length]
-        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        out[start + 1 : start + length] = logprobs.gather(1, ids[1:, None])[:, 0].detach()
-    return out * batch.loss_mask_T
+    return plain_logprobs(load_causal_lm(str(model_path), dtype=torch.float64), batch).detach()
 
 
 def test_scores_on_the_gpu_equal_a_float64_forward_pass_and_survive_offloading(model_path):

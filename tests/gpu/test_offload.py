@@ -11,10 +11,11 @@ import torch
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
 from roll.models.lora import LoraSpec
+from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.harness import TEMPERATURE, Layout, policy_loss, started
 from tests.support.layouts_deepspeed import zero
-from tests.support.ranks import enter_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.sizes import save_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
@@ -58,9 +59,8 @@ SCORERS = [
 
 def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, VOCABULARY, (64,), generator=generator)
-    batch = Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 2)
-    return batch.replace(advantages_T=torch.randn(64, generator=generator))
+    rows = torch.randint(2, VOCABULARY, (4, 16), generator=generator)
+    return batch_of(rows, prompts=3, advantages_T=torch.randn(64, generator=generator))
 
 
 def taken() -> int:
@@ -68,8 +68,7 @@ def taken() -> int:
     return torch.cuda.memory_reserved()
 
 
-def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path) -> None:
-    enter_rank(port, on_gpus=True)
+def rank_main(rank: int, layout: Layout, model: Path, folder: Path) -> None:
     try:
         result = train(layout, model, folder) if layout in ROWS else score(layout, model)
     except Exception:
@@ -126,7 +125,7 @@ def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
     needs(layout.strategy)
     if layout.lora is not None:
         pytest.importorskip("peft", reason="peft is not installed (extra lora)")
-    run_ranks(rank_main, 1, layout, model, folder)
+    run_ranks(rank_main, 1, layout, model, folder, on_gpus=True)
     found = torch.load(folder / "result.pt", weights_only=True)
     assert "error" not in found, found["error"]
     print({name: f"{found[name] / 2**20:.0f} MiB" for name in ("before", "scoring", "away") if name in found})

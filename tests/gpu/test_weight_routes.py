@@ -16,11 +16,11 @@ from roll.distributed.cluster.resources import RoleRequest
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.sender import Route, plan_routes
 from roll.distributed.weights.sync import WeightSync
-from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster
 from tests.gpu.conftest import OPTIONS, require
 from tests.integration.test_weight_sync import BUCKET_BYTES, Generator, Trainer, assert_serves, context
 from tests.support.clusters import launched
+from tests.support.sizes import tiny_folder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,9 +70,7 @@ def require_places(case: Case, generator: str) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1, num_heads=2)
-    return path
+    return tiny_folder(tmp_path_factory, seed=1, num_heads=2)
 
 
 @pytest.fixture(scope="module")

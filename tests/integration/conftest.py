@@ -23,6 +23,7 @@ from torch import Tensor
 from roll.report.parting import MEASURED
 from tests.support.lines import read_lines, write_lines
 from tests.support.processes import happens
+from tests.support.sizes import tiny_folder
 from tests.support.warm.start import warm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -227,21 +228,13 @@ def ray_cluster() -> Iterator[RayCluster]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained tiny model in Hugging Face format."""
-    from roll.models.tiny import make_tiny_model
-
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1)
-    return path
+    return tiny_folder(tmp_path_factory, seed=1)
 
 
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another untrained model."""
-    from roll.models.tiny import make_tiny_model
-
-    path = tmp_path_factory.mktemp("teacher") / "tiny"
-    make_tiny_model(path, seed=2, num_heads=2)
-    return path
+    return tiny_folder(tmp_path_factory, seed=2, num_heads=2)
 
 
 Launch = Callable[..., Run]

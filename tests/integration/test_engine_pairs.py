@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.models.tiny import make_tokenizer
 from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Run
 from tests.support.choice import needs
 from tests.support.known_families import make_known
+from tests.support.sizes import tiny_folder
 
 EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
@@ -60,9 +61,7 @@ RLVR = (
 @pytest.fixture(scope="module")
 def wide_headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained tiny model with heads that vLLM takes."""
-    path = tmp_path_factory.mktemp("wide_headed") / "tiny"
-    make_tiny_model(path, seed=1, num_heads=2)
-    return path
+    return tiny_folder(tmp_path_factory, seed=1, num_heads=2)
 
 
 def check_run(run: Run, adapter: bool = False) -> None:

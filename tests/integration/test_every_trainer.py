@@ -1,6 +1,5 @@
 """What holds under every trainer: damaged files are told, weights leave to the last bit, decay follows its schedule."""
 
-import json
 import re
 import shutil
 import time
@@ -22,8 +21,8 @@ from roll.distributed.strategy.training import tensor_files
 from tests.support import harness
 from tests.support.choice import installed, needs
 from tests.support.harness import Layout, make_model
-from tests.support.ranks import enter_rank, exported, leave_rank, run_ranks, unpacked
-from tests.support.trainers import make_batch, make_context
+from tests.support.ranks import exported, run_ranks, unpacked
+from tests.support.trainers import make_batch, make_context, make_trainer
 
 # ---- a checkpoint or model folder that one rank cannot read ends the call on every rank, with that rank's message
 
@@ -80,15 +79,13 @@ def failure(call: Callable[..., Any], *args: Any) -> dict[str, Any]:
     return {"message": message, "seconds": time.monotonic() - start}
 
 
-def damage_main(rank: int, port: int, folder: Path) -> None:
-    enter_rank(port)
+def damage_main(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
     tensor_files.MIN_SHARE_BYTES = 2**20  # one file of each kind, by rank 0: the damages name it
+    results = {}
     for name, options in TRAINERS.items():
         if not installed(name):
             continue
-        context = make_context(folder / "model", name, options, rank=rank, world_size=2)
-        trainer: Any = STRATEGIES.get(name)(context)
-        trainer.setup()
+        trainer = make_trainer(folder / "model", name, options, rank=rank, world_size=2)
         trainer.save(folder / name)
         found = {}
         for number, (damage, (spoil, _)) in enumerate(DAMAGES.items()):
@@ -102,18 +99,18 @@ def damage_main(rank: int, port: int, folder: Path) -> None:
         trainer.shutdown()
         context = make_context(folder / "no-weight", name, options, rank=rank, world_size=2)
         found["model folder"] = failure(STRATEGIES.get(name)(context).setup)
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-    leave_rank()
+        results[name] = found
+    return results
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """By rank and trainer, each failure."""
     path = tmp_path_factory.mktemp("damaged")
     for name in ("model", "no-weight"):
         make_model(path / name, "qwen2_untied")
     without("model.safetensors", NORM)(path / "no-weight")
-    run_ranks(damage_main, 2, path)
-    return path
+    return run_ranks(damage_main, 2, path)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "model folder"])
@@ -121,8 +118,8 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_rank_fails_at_once_with_the_message_of_the_one_that_did(damaged, name, damage):
     needs(name)
     message = NORM if damage == "model folder" else DAMAGES[damage][1]
-    for rank in range(2):
-        found = json.loads((damaged / f"{name}-{rank}.json").read_text())[damage]
+    for rank in damaged:
+        found = rank[name][damage]
         assert found["seconds"] < SECONDS
         assert re.search(message, found["message"]), found
 
@@ -159,11 +156,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def export_main(rank: int, port: int, layouts: list[Layout], folder: Path) -> None:
-    enter_rank(port)
+def export_main(rank: int, layouts: list[Layout], folder: Path) -> None:
     for layout in layouts:
-        trainer: Any = STRATEGIES.get(layout.strategy)(harness.make_context(layout, folder / layout.model, rank))
-        trainer.setup()
+        trainer = harness.started(layout, folder / layout.model, rank)
         found: dict[str, Any] = {"weights": {}, "largest": {}}
         for targets in TARGETS:
             for again in range(2):  # the first time it looks up who has what
@@ -173,7 +168,6 @@ def export_main(rank: int, port: int, layouts: list[Layout], folder: Path) -> No
         torch.save(found, folder / f"{layout.id}-{rank}.pt")
         if hasattr(trainer, "shutdown"):
             trainer.shutdown()
-    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +227,7 @@ def nothing(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutp
 def test_each_step_decays_by_its_own_factor(model, name):
     needs(name)
     keys = {"learning_rate": RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0, "weight_decay_end": 0.4}
-    trainer = STRATEGIES.get(name)(make_context(model, name, training_args=keys, total_optimizer_steps=3))
-    trainer.setup()
+    trainer = make_trainer(model, name, training_args=keys, total_optimizer_steps=3)
     before = exported(trainer)
     for step, decay in enumerate((0.0, 0.2, 0.4)):
         trainer.train_step(make_batch(seed=step), nothing)
@@ -253,7 +246,6 @@ def test_a_head_is_found_in_a_folder_at_home(strategy, head, tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     values = []
     for path in (tmp_path / "classifier", Path("~/classifier")):
-        critic: Any = STRATEGIES.get(strategy)(make_context(path, strategy, head=head))
-        critic.setup()
+        critic = make_trainer(path, strategy, head=head)
         values.append(critic.logprobs(make_batch()).values_T)
     assert values[0].any() and torch.equal(*values)

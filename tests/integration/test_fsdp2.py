@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.algorithms.losses import build_policy_loss
@@ -31,15 +30,7 @@ from roll.distributed.strategy.training.module_trainer import use_liger_kernels
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
 from roll.models.loading import load_causal_lm
 from tests.support.picture_models import make_picture_model
-from tests.support.ranks import (
-    assert_near,
-    enter_rank,
-    exported,
-    gathered,
-    leave_rank,
-    run_ranks,
-    whole,
-)
+from tests.support.ranks import assert_near, exported, gathered, run_ranks, whole
 from tests.support.sizes import save_random
 from tests.support.trainers import (
     ENTROPY_COEF,
@@ -497,23 +488,20 @@ def train(trainer: Fsdp2Train, *, seeds: range = range(STEPS)) -> dict[str, Tens
     return state_of(trainer)
 
 
-def ranks_main(rank: int, port: int, folder: Path, model: Path) -> None:
-    enter_rank(port)
+def ranks_main(rank: int, folder: Path, model: Path) -> dict[str, dict[str, Tensor]]:
+    """The states by layout, and by kind of checkpoint."""
+    states = {}
     for name, config in LAYOUTS.items():
-        state = given_steps(make_trainer(model, config, rank=rank, world_size=4, **MUON))
-        if rank == 0:
-            save_file(state, folder / f"{name}.safetensors")
+        states[name] = given_steps(make_trainer(model, config, rank=rank, world_size=4, **MUON))
     for name, config in {"trained": {}, "sharded": {"checkpoint": "sharded"}}.items():
         trainer = make_trainer(model, config, rank=rank, world_size=4, **MUON)
-        state = train(trainer)
+        states[name] = train(trainer)
         trainer.save(folder / f"checkpoint-{name}")
-        if rank == 0:
-            save_file(state, folder / f"{name}.safetensors")
         resumed = make_trainer(model, config, rank=rank, world_size=4, **MUON)
         resumed.load(folder / f"checkpoint-{name}")
         pair = [train(each, seeds=range(STEPS, STEPS + 1)) for each in (trainer, resumed)]
         assert_near(pair[1], pair[0], 0.0)
-    leave_rank()
+    return states
 
 
 @pytest.fixture(scope="module")
@@ -524,10 +512,9 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, wide_model: Path) -> Path:
-    path = tmp_path_factory.mktemp("muon")
-    run_ranks(ranks_main, 4, path, wide_model)
-    return path
+def four_ranks(tmp_path_factory: pytest.TempPathFactory, wide_model: Path) -> tuple[Path, dict[str, dict[str, Tensor]]]:
+    folder = tmp_path_factory.mktemp("muon")
+    return folder, run_ranks(ranks_main, 4, folder, wide_model)[0]
 
 
 def test_one_rank_steps_as_pytorch_does(wide_model, monkeypatch):
@@ -576,16 +563,17 @@ def test_matrices_of_a_tower_and_its_projector_are_among_them(tmp_path, family):
 
 @pytest.mark.slow  # four processes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_steps_as_one_rank_does(folder, wide_model, layout):
-    assert_near(load_file(folder / f"{layout}.safetensors"), given_steps(make_trainer(wide_model, **MUON)), 0.0)
+def test_every_layout_steps_as_one_rank_does(four_ranks, wide_model, layout):
+    assert_near(four_ranks[1][layout], given_steps(make_trainer(wide_model, **MUON)), 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trained", "sharded"])
-def test_four_ranks_train_and_resume_as_one(folder, wide_model, name):
+def test_four_ranks_train_and_resume_as_one(four_ranks, wide_model, name):
+    folder, states = four_ranks
     trainer = make_trainer(wide_model, **MUON)
     state = train(trainer)
-    assert_near(load_file(folder / f"{name}.safetensors"), state, 0.0)
+    assert_near(states[name], state, 0.0)
     if name == "trained":
         resumed = make_trainer(wide_model, **MUON)
         resumed.load(folder / f"checkpoint-{name}")

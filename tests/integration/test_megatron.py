@@ -20,22 +20,14 @@ from roll.algorithms.quantities import BASIC, Distribution, hidden_states, logpr
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training.tensor_files import StoredTensors
+from tests.support import trainers
 from tests.support.choice import slow_but
 from tests.support.harness import make_groups, share
-from tests.support.ranks import (
-    assert_near,
-    assert_same_files,
-    enter_rank,
-    exported,
-    recorded_warnings,
-    run_ranks,
-    wanted,
-)
+from tests.support.ranks import assert_near, assert_same_files, exported, recorded_warnings, run_ranks, wanted
 from tests.support.sizes import save_random
-from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, make_context, policy_loss
+from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, policy_loss
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -69,11 +61,7 @@ def make_trainer(model: Path, name: str, options: dict[str, Any] | None = None, 
     training_args = {"lr_scheduler_type": "constant", "adam_epsilon": 1e-4}  # rounding noise must not become steps
     sections = {"worker": worker, "training_args": training_args, "model_args": {"dtype": kwargs.pop("dtype", "fp32")}}
     world_size = 2 if name.startswith("megatron") else 1
-    trainer = STRATEGIES.get(name)(
-        make_context(model, name, options, rank=rank, world_size=world_size, **sections, **kwargs)
-    )
-    trainer.setup()
-    return trainer
+    return trainers.make_trainer(model, name, options, rank=rank, world_size=world_size, **sections, **kwargs)
 
 
 def step(trainer: Any, seed: int, loss: Any = policy_loss, **kwargs: Any) -> Metrics:
@@ -234,8 +222,7 @@ OF_LAYOUTS = {case_own_quantity: "stage", case_reference: "scores", case_shared_
 """Cases that run in several layouts, and the argument of the tests that names these."""
 
 
-def run_rank(rank: int, port: int, folder: Path, layouts: dict[str, list[str]]) -> None:
-    enter_rank(port)
+def run_rank(rank: int, folder: Path, layouts: dict[str, list[str]]) -> None:
     with recorded_warnings(folder / f"warnings-{rank}"):
         for case in CASES:
             for name in layouts[OF_LAYOUTS[case]] if case in OF_LAYOUTS else [None]:
@@ -246,7 +233,7 @@ def run_rank(rank: int, port: int, folder: Path, layouts: dict[str, list[str]]) 
                 torch.save(found, folder / f"{case.__name__}-{name}-{rank}.pt")
                 if "error" in found:
                     os._exit(0)  # the other rank may be waiting in a collective
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    os._exit(0)  # the other rank may have failed in its last case
 
 
 @pytest.fixture(scope="module")

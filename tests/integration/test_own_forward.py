@@ -13,16 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossOutput, TokenScores
-from roll.data.batch import Batch
 from roll.models import ulysses
 from roll.models.loading import load_causal_lm
 from tests.support.choice import slow_but
 from tests.support.families import tiny_config, tiny_model, with_factors
-from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, wanted, write
-from tests.support.trainers import make_batch, make_trainer, shares
+from tests.support.pictured import plain_logprobs
+from tests.support.ranks import metrics_of, run_ranks, tensors_of, wanted, write
+from tests.support.trainers import gain_loss, make_batch, make_trainer, shares
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 
@@ -41,12 +39,6 @@ SPLIT: dict[str, dict[str, Any]] = {
     "ulysses": {"model_args": {"ulysses_size": 2}},
 }
 """Layouts in which ranks have parts of each layer or sequence."""
-
-
-def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    assert scores.logprobs_T is not None
-    gain_T = batch.advantages_T * scores.logprobs_T
-    return LossOutput(-gain_T[batch.loss_mask_T].sum() / context.num_tokens, {})
 
 
 def trainer(model: Path, name: str, rank: int, **options: Any) -> Any:
@@ -74,31 +66,29 @@ def split_wrongly(found: Any, name: str, rank: int) -> Iterator[None]:
             yield
 
 
-def rank_main(rank: int, port: int, folder: Path, trained: list[Any], refusals: list[Any]) -> None:
-    enter_rank(port)
+def rank_main(rank: int, folder: Path, trained: list[Any], refusals: list[Any]) -> None:
     for name, family in trained:
         found, share = trainer(folder / family, name, rank), shares(0)[rank]
         logprobs = found.logprobs(share).logprobs_T
-        metrics = found.train_step(share, loss_fn)
+        metrics = found.train_step(share, gain_loss)
         write(folder, f"{name}-{family}-{rank}", {"logprobs": logprobs}, metrics)
         found.shutdown()
     for name, first in refusals:
         found = trainer(folder / "hyperclovax", name, rank)
         if rank == 1:
             found.weights.scorer.head.is_plain = True  # one rank alone leaves the factor out
-        call = (found.train_step, shares(0)[rank], loss_fn) if first == "train" else (found.logprobs, shares(0)[rank])
+        call = (found.train_step, shares(0)[rank], gain_loss) if first == "train" else (found.logprobs, shares(0)[rank])
         (folder / f"{name}-refused-{first}-{rank}.json").write_text(json.dumps(refused(*call)))
         found.shutdown()
     batch = make_batch(num_sequences=2)
     for name in SPLIT:
         found = trainer(folder / "qwen3", "fsdp2_train", rank, **SPLIT[name])
         with split_wrongly(found, name, rank):
-            told = refused(found.train_step, batch, loss_fn)
-        found.train_step(batch, loss_fn)
+            told = refused(found.train_step, batch, gain_loss)
+        found.train_step(batch, gain_loss)
         result = {"told": told, "compared": sorted(found.own_forward.compared)}
         (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
         found.shutdown()
-    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -111,23 +101,12 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def oracle(model: Any, batch: Batch) -> Tensor:
-    """Log-probabilities of the loss tokens."""
-    found = []
-    for row in range(batch.num_sequences):
-        tokens = batch.token_index([row])
-        ids = batch.tokens_T[tokens]
-        logprobs = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        found.append(logprobs.gather(1, ids[1:, None])[:, 0][batch.loss_mask_T[tokens][1:]])
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("trained", slow_but(QUICK, TRAINED))
 def test_scores_and_gradient_are_those_of_the_models_own_head(two_ranks, trained):
     engine, family = trained
     model = load_causal_lm(str(two_ranks / family), dtype=torch.float64)
     batch = make_batch(seed=0)
-    wanted = oracle(model, batch)
+    wanted = plain_logprobs(model, batch, TEMPERATURE)[batch.loss_mask_T]
     found = torch.cat([tensors_of(two_ranks, f"{engine}-{family}-{rank}")["logprobs"] for rank in (0, 1)])
     torch.testing.assert_close(found[batch.loss_mask_T].double(), wanted.detach(), rtol=0, atol=2e-5)
     loss = -(batch.advantages_T[batch.loss_mask_T] * wanted).sum() / len(wanted)
@@ -160,7 +139,7 @@ def test_parts_that_do_not_fit_together_are_found_with_the_layer(two_ranks, name
     assert f"they part in model.layers.{layer} (Qwen3DecoderLayer)" in first["told"] and key in first["told"]
 
 
-def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
+def megatron_main(rank: int, model: Path) -> list[str]:
     """A packed row over two sequence-parallel ranks, in which sequences see each other; and another generator."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -172,7 +151,6 @@ def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
         bounds = one.cumulative_lengths[[0, -1]]
         return PackedSeqParams("thd", bounds, bounds, None, None, int(bounds[1]), int(bounds[1]))
 
-    enter_rank(port)
     strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     worker = {"use_sequence_packing": True, "share_prompts": False, "infer_batch_size": 9}
     options: dict[str, Any] = {"worker": worker, "training_args": {"per_device_train_batch_size": 9}}
@@ -183,20 +161,18 @@ def megatron_main(rank: int, port: int, model: Path, out: Path) -> None:
     assert right is not None and found.own_forward is not None and found.own_forward.compared == {"packed"}
     found.own_forward.compared.clear()
     wrong = batch.replace(rollout_logprobs_T=right - 0.2)
-    told.append(refused(found.train_step, wrong, loss_fn, why="from those of the generator"))
-    found.train_step(batch.replace(rollout_logprobs_T=right), loss_fn)
+    told.append(refused(found.train_step, wrong, gain_loss, why="from those of the generator"))
+    found.train_step(batch.replace(rollout_logprobs_T=right), gain_loss)
     assert found.optimizer_steps == 1
     found.own_forward.compared.clear()
-    found.train_step(wrong, loss_fn)  # of weights before the step
-    (out / f"megatron-{rank}.json").write_text(json.dumps(told))
-    leave_rank()
+    found.train_step(wrong, gain_loss)  # of weights before the step
+    return told
 
 
 def test_megatron_is_compared_with_itself_on_one_sequence_and_with_the_generator(tmp_path):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    tiny_model(tiny_config("qwen2", tie_word_embeddings=True)).save_pretrained(tmp_path / "qwen2")
-    run_ranks(megatron_main, 2, tmp_path / "qwen2", tmp_path)
-    first, second = (json.loads((tmp_path / f"megatron-{rank}.json").read_text()) for rank in (0, 1))
+    tiny_model(tiny_config("qwen2", tie_word_embeddings=True)).save_pretrained(tmp_path)
+    first, second = run_ranks(megatron_main, 2, tmp_path)
     assert first == second
     leak, generator = first
     assert "they part in decoder.layers.0 (TransformerLayer)" in leak and "set use_sequence_packing: false" in leak

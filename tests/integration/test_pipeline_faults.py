@@ -346,8 +346,7 @@ def test_a_run_killed_while_it_saves_in_the_background_ends_where_an_undisturbed
     orders = ("hold-train_env_manager-group-2", "hold-train_env_manager-group-5")
     first = launch(*FULL, "async_save=true", output="disturbed", local=True, orders=orders)
     first.pid_at("train_env_manager-group-2")
-    while not first.checkpoint(1).exists():
-        time.sleep(0.1)
+    first.until(first.checkpoint(1).exists)
     first.order("hold-actor_train-0-written")
     first.release("hold-train_env_manager-group-2")
     first.pid_at("train_env_manager-group-5")

@@ -14,14 +14,11 @@ import torch
 
 from roll.agentic.env.base import StepResult, TextEnv
 from roll.configs.env import CustomEnvConfig
-from roll.configs.worker import ModelArguments, StrategyArguments, WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import SamplingParams
 from roll.demo.scripted_play import ScriptedPlay
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.resources import RoleRequest
-from roll.distributed.strategy.base import StrategyContext
-from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker
 from roll.rollout.env_manager import LengthLimits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
@@ -30,7 +27,9 @@ from roll.rollout.rows import groups_to_batch
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import EpisodeEnd, RolloutGroup
 from tests.support.clusters import local_clusters
+from tests.support.sizes import tiny_folder
 from tests.support.steps import usual_step
+from tests.support.trainers import make_context
 
 BOARD = {"min_solution": 1, "max_solution": 4, "num_walls": 4, "max_steps": 4}
 
@@ -87,8 +86,6 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory, orders: Path) -> EnvWorkerContext:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1)
     return EnvWorkerContext(
         envs={
             "Step": sokoban(env_manager_cls="step"),
@@ -98,7 +95,7 @@ def context(tmp_path_factory: pytest.TempPathFactory, orders: Path) -> EnvWorker
             "KillOnce": faulty(fault="kill", once=str(orders / "kill")),
             "Unequal": faulty(slow=0.05),
         },
-        tokenizer_path=str(path),
+        tokenizer_path=str(tiny_folder(tmp_path_factory, seed=1)),
         template="native",
         params=SamplingParams(max_new_tokens=6, temperature=1.0),
         limits=LengthLimits(prompt_length=200, sequence_length=400),
@@ -113,14 +110,9 @@ def clusters(context: EnvWorkerContext) -> Iterator[tuple[Cluster, Cluster]]:
         RoleRequest("infer", None, world_size=1): InferWorker,
     }
     with local_clusters(workers) as (envs, infer):
-        config = WorkerConfig(
-            model_args=ModelArguments(dtype="fp32", attn_implementation="sdpa"),
-            strategy_args=StrategyArguments(strategy_name="hf_infer"),
-        )
-        refs = (
-            envs.submit("setup", context),
-            infer.submit("setup", StrategyContext(config, "infer", context.tokenizer_path, sequence_length=400)),
-        )
+        options = {"model_args": {"attn_implementation": "sdpa"}, "temperature": 1.0, "sequence_length": 400}
+        generator = make_context(Path(context.tokenizer_path), "hf_infer", role="infer", **options)
+        refs = envs.submit("setup", context), infer.submit("setup", generator)
         envs.gather(refs[0], call="setup")
         infer.gather(refs[1], call="setup")
         envs.call("set_engines", infer.handles)

@@ -42,10 +42,8 @@ from tests.support.layouts_megatron import CP, PP, TP
 from tests.support.ranks import (
     assert_near,
     assert_same_files,
-    enter_rank,
     exported,
     exported_adapter,
-    leave_rank,
     metrics_of,
     recorded_warnings,
     run_ranks,
@@ -285,14 +283,12 @@ OF = {name.removeprefix("of_"): value for name, value in globals().items() if na
 """By the argument of the tests that names its rows."""
 
 
-def rank_main(rank: int, port: int, out: Path, names: dict[str, list[str]]) -> None:
-    enter_rank(port)
+def rank_main(rank: int, out: Path, names: dict[str, list[str]]) -> None:
     with recorded_warnings(out / f"warnings-{rank}"):
         for argument, run in OF.items():
             for name in names[argument]:
                 run(out, name, rank)
         run_shards(out, out / "untied", rank)
-    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -468,8 +464,7 @@ def test_nothing_is_said_that_a_user_cannot_change(two_ranks, rank):
 # ---- four processes, and checkpoints in shards
 
 
-def four_main(rank: int, port: int, folder: Path, model: Path, names: list[str]) -> None:
-    enter_rank(port)
+def four_main(rank: int, folder: Path, model: Path, names: list[str]) -> None:
     for name in names:
         config = LAYOUTS[name]
         trainer = make_trainer(model, config | SHARDED, rank=rank, world_size=4)
@@ -486,7 +481,6 @@ def four_main(rank: int, port: int, folder: Path, model: Path, names: list[str])
         if rank == 0:
             write(folder, f"{name}-state", state)
             write(folder, f"{name}-after", after, {"loss": loss})
-    leave_rank()
 
 
 @pytest.fixture(scope="module")

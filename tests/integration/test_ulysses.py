@@ -1,7 +1,5 @@
 """Sequences shared by several ranks: the scores and the gradient of one process, whatever the layout and the model."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from roll.data.batch import Batch
 from roll.models import planned_attention, ulysses
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, layout, score_input
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.sizes import sizes
 
 WORLD = 4
@@ -99,11 +97,10 @@ def result_of(scorer: TokenScorer, batch: Batch, scores: Any) -> tuple[dict[str,
     return {name: values.detach() for name, values in columns.items()}, gradient
 
 
-def rank_main(rank: int, port: int, folder: Path) -> None:
-    enter_rank(port)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def rank_main(rank: int) -> dict[str, Any]:
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     groups = {size: ulysses.make_group(size) for size in (2, 4)}
-    found = {}
+    found: dict[str, Any] = {}
     for name, case in CASES.items():
         batch, scorer = case_batch(case), make_scorer(case)
         inputs = layout(batch, **case["layout"])
@@ -123,8 +120,7 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
         }
     found["bf16"] = _bf16(groups[2])
     found["neighbour"] = _neighbour(groups[2])
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    leave_rank()
+    return found
 
 
 @torch.no_grad()
@@ -160,10 +156,8 @@ def _neighbour(group: ulysses.SequenceGroup) -> float:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ulysses")
-    run_ranks(rank_main, WORLD, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+def found() -> list[dict[str, Any]]:
+    return run_ranks(rank_main, WORLD)
 
 
 @pytest.mark.parametrize("name", CASES)

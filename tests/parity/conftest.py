@@ -1,5 +1,7 @@
 """What rows that are measured in pytest's own process need."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,3 +14,9 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(unused_port()))
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For folders by the name of a model, each made when it is needed."""
+    return tmp_path_factory.mktemp("models")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -14,21 +14,10 @@ from roll.distributed.strategy.training.exchange import gather
 from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.distributed.strategy.training.optim import MASTER
 from roll.models.lora import PREFIX
-from tests.support.harness import (
-    ADAPTER,
-    TEMPERATURE,
-    Layout,
-    cases,
-    make_batch,
-    make_model,
-    needs,
-    started,
-    take_steps,
-)
+from tests.support.harness import ADAPTER, Layout, cases, differ, make_batch, make_model, needs, started, take_steps
 from tests.support.layouts_deepspeed import zero
 from tests.support.layouts_megatron import EP, PP, TP
-from tests.support.pictured import plain_logprobs
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.ranks import run_ranks
 
 SHARDED = {"checkpoint": "sharded"}
 BF16 = {"model_args": {"dtype": "bf16"}}
@@ -50,19 +39,16 @@ MEGATRON = [
 LAYOUTS = [*FSDP2, *DEEPSPEED, *MEGATRON]
 
 
-def rank_main(rank: int, port: int, layouts: list[Layout], models: Path, folder: Path) -> None:
-    enter_rank(port)
+def rank_main(rank: int, layouts: list[Layout], folder: Path) -> dict[str, Any]:
+    """What was trained, on the first rank, and the log-probabilities, by layout."""
+    found = {}
     for layout in layouts:
-        trainer = started(layout, models / layout.model, rank)
+        trainer = started(layout, folder / layout.model, rank)
         take_steps(trainer, 0, 1)
         trainer.save(folder / layout.name)
-        trained = gather(trainer.trained.tensors(MASTER), [0])
-        scores = trainer.logprobs(make_batch(0)).logprobs_T
-        if rank == 0:
-            named = {name: tensor.clone().contiguous() for name, tensor in trained.items()}
-            save_file(named, folder / f"{layout.name}.safetensors")
-            save_file({"logprobs": scores}, folder / f"{layout.name}-scores.safetensors")
-    leave_rank()
+        trained = {name: tensor.clone() for name, tensor in gather(trainer.trained.tensors(MASTER), [0]).items()}
+        found[layout.name] = trained, trainer.logprobs(make_batch(0)).logprobs_T
+    return found
 
 
 class Runs:
@@ -70,20 +56,16 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._done: set[str] = set()
+        self.found: dict[str, Any] = {}
         for name in ("qwen2", "qwen3_moe"):
             make_model(folder / name, name)
 
     def of(self, layout: Layout) -> Path:
         needs(layout.strategy)
-        if layout.strategy not in self._done:
+        if layout.name not in self.found:
             engine = [each for each in LAYOUTS if each.strategy == layout.strategy]
-            run_ranks(rank_main, 2, engine, self.folder, self.folder)
-            self._done.add(layout.strategy)
+            self.found |= run_ranks(rank_main, 2, engine, self.folder)[0]
         return self.folder / layout.name
-
-    def trained(self, layout: Layout) -> dict[str, Tensor]:
-        return load_file(self.folder / f"{layout.name}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +83,7 @@ def load(folder: Path) -> Any:
 
 def expected_weights(runs: Runs, layout: Layout) -> dict[str, Tensor]:
     """The module's weights: what was trained, or the base with ``W + scale·B·A`` in float64."""
-    trained = runs.trained(layout)
+    trained, _ = runs.found[layout.name]
     if layout.lora is None:
         return trained
     weights = {name: tensor.detach() for name, tensor in load(runs.folder / layout.model).named_parameters()}
@@ -135,15 +117,8 @@ def test_the_folder_gives_the_policys_probabilities(runs, layout, tmp_path):
     bits = layout.model_args.get("dtype") == "bf16"
     stored = {tensor.dtype for tensor in load_file(tmp_path / "model" / "model.safetensors").values()}
     assert stored == {torch.bfloat16 if bits else torch.float32}
-    scores = load_file(runs.folder / f"{layout.name}-scores.safetensors")["logprobs"]
-    assert_says(load(tmp_path / "model"), scores, 0.08 if bits else 1e-5)
-
-
-def assert_says(model: Any, scores_T: Tensor, tolerance: float) -> None:
-    """A trainer's log-probabilities of the loss tokens are the model's."""
-    batch = make_batch(0)
-    expected_T = plain_logprobs(model, batch, TEMPERATURE)
-    torch.testing.assert_close(scores_T * batch.loss_mask_T, expected_T, rtol=0, atol=tolerance)
+    _, scores = runs.found[layout.name]
+    assert differ(scores, tmp_path / "model") <= (0.08 if bits else 1e-5)
 
 
 def save_shards(folder: Path) -> dict[str, Tensor]:
@@ -171,20 +146,18 @@ def test_shards_of_an_earlier_version_lack_what_is_frozen(tmp_path, monkeypatch)
         export_folder(export_of(tmp_path / "checkpoint"), tmp_path / "exported")
 
 
-def _save_replaced(rank: int, port: int, strategy: str, model: Path, folder: Path) -> None:
-    enter_rank(port)
+def _save_replaced(rank: int, strategy: str, model: Path, folder: Path) -> Tensor:
     replaced = {"model_config_kwargs": {"rms_norm_eps": 0.25}}
     trainer = started(Layout("eps", strategy, 1, model_args=replaced), model, rank)
     trainer.save_model(folder / "saved")
-    save_file({"logprobs": trainer.logprobs(make_batch(0)).logprobs_T}, folder / "scores.safetensors")
-    leave_rank()
+    return trainer.logprobs(make_batch(0)).logprobs_T
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train", "megatron_train"])
 def test_a_saved_model_is_configured_as_it_was_trained(strategy, tmp_path):
     needs(strategy)
-    run_ranks(_save_replaced, 1, strategy, make_model(tmp_path / "model", "qwen2"), tmp_path)
-    assert_says(load(tmp_path / "saved"), load_file(tmp_path / "scores.safetensors")["logprobs"], 1e-5)
+    (logprobs_T,) = run_ranks(_save_replaced, 1, strategy, make_model(tmp_path / "model", "qwen2"), tmp_path)
+    assert differ(logprobs_T, tmp_path / "saved") <= 1e-5
 
 
 @pytest.mark.parametrize("layout", [layout for layout in FSDP2 if layout.lora])

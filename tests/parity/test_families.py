@@ -105,12 +105,6 @@ its own for."""
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders by name, made as they are needed."""
-    return tmp_path_factory.mktemp("families")
-
-
 def folder_of(models: Path, name: str) -> Path:
     return models / name if (models / name).exists() else make_known(models / name, name, VOCABULARY)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
 from roll.distributed.strategy.training.checkpoint import OPTIMIZER, resume_folder
 from tests.support.harness import (
@@ -22,7 +23,7 @@ from tests.support.harness import (
 )
 from tests.support.layouts_deepspeed import zero
 from tests.support.layouts_megatron import PP, SP, TP
-from tests.support.ranks import assert_near, enter_rank, exported, leave_rank, run_ranks
+from tests.support.ranks import assert_near, exported, run_ranks
 
 FROZEN = "model.embed_tokens,model.layers.0,model.layers.2.self_attn"
 FIRST = {"freeze_module_prefix": FROZEN}
@@ -66,46 +67,45 @@ ENGINES = {"fsdp2_train": "megatron_train", "megatron_train": "fsdp2_train"}
 """Who saves, and who goes on."""
 
 
-def _hand_over(rank: int, port: int, model: Path, folder: Path) -> None:
-    enter_rank(port)
+def _hand_over(rank: int, model: Path, folder: Path) -> dict[str, dict[str, Tensor]]:
+    weights = {}
     for engine, other in ENGINES.items():
         first, second = (started(layout("", each, 1), model, rank) for each in (engine, other))
         take_steps(first, 0, 1)
         first.save(folder / engine)
         second.load(folder / engine)
-        for name, each in ((f"from-{engine}", second), ("expected", first)):
+        for name, each in ((engine, second), ("expected", first)):
             take_steps(each, 2)
-            save_file(exported(each), folder / f"{name}.safetensors")
-    leave_rank()
+            weights[name] = exported(each)
+    return weights
 
 
 def test_a_checkpoint_goes_on_in_another_engine(tmp_path):
     """No moments of what is frozen are kept, or missed by who reads them; the model's folder has all weights."""
     needs("megatron_train")
     model = make_model(tmp_path / "model", "qwen2")
-    run_ranks(_hand_over, 1, model, tmp_path)
+    (weights,) = run_ranks(_hand_over, 1, model, tmp_path)
     saved = load_file(tmp_path / "fsdp2_train" / "actor_train" / "model.safetensors")
-    expected = load_file(tmp_path / "expected.safetensors")
+    expected = weights["expected"]
     assert saved.keys() == expected.keys() == load_file(model / "model.safetensors").keys()
     for engine in ENGINES:
         files = (resume_folder(tmp_path / engine, "actor_train") / OPTIMIZER).parent.glob("*.safetensors")
         moments = [name for file in files for name in load_file(file)]
         assert moments and not [name for name in moments if name.startswith(tuple(FROZEN.split(",")))]
-        found = load_file(tmp_path / f"from-{engine}.safetensors")
-        assert_near(found, expected, FP32_BOUND)
+        assert_near(weights[engine], expected, FP32_BOUND)
 
 
-def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], model: Path, folder: Path) -> None:
-    enter_rank(port)
+def _freeze_later(rank: int, engine: str, config: dict[str, Any], model: Path, folder: Path) -> list[Any]:
+    """What was saved and what is loaded, by the number format."""
+    weights = []
     for dtype in ("fp32", "bf16"):
         first = started(layout("", engine, 1, config, model_args={"dtype": dtype}), model, rank)
         take_steps(first, 0)
         first.save(folder / dtype)
         second = started(layout("", engine, 1, config, model_args={"dtype": dtype} | FIRST), model, rank)
         second.load(folder / dtype)
-        for name, each in (("saved", first), ("loaded", second)):
-            save_file(exported(each), folder / f"{name}-{dtype}.safetensors")
-    leave_rank()
+        weights.append((exported(first), exported(second)))
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,9 @@ def _freeze_later(rank: int, port: int, engine: str, config: dict[str, Any], mod
 def test_what_is_frozen_from_a_checkpoint_on_is_the_checkpoints(engine, config, tmp_path):
     needs(engine)
     model = make_model(tmp_path / "model", "qwen2")
-    run_ranks(_freeze_later, 1, engine, config, model, tmp_path)
+    (weights,) = run_ranks(_freeze_later, 1, engine, config, model, tmp_path)
     start = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
-    for dtype in ("fp32", "bf16"):
-        found, expected = (load_file(tmp_path / f"{name}-{dtype}.safetensors") for name in ("loaded", "saved"))
+    for expected, found in weights:
         assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
         embedding = expected["model.embed_tokens.weight"]
         assert not start.to(embedding.dtype).equal(embedding), "it was trained before"

@@ -45,7 +45,7 @@ from tests.support.harness import (
 )
 from tests.support.layouts_megatron import PP, SP, TP
 from tests.support.pictured import plain_logprobs
-from tests.support.ranks import assert_near, enter_rank, exported, exported_adapter, leave_rank, run_ranks, wanted
+from tests.support.ranks import assert_near, exported, exported_adapter, run_ranks, wanted
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -84,28 +84,22 @@ def scores(trainer: Any, adapter: bool) -> Any:
     return trainer.logprobs(make_batch(0), adapter=adapter).logprobs_T
 
 
-def run(layout: Layout, model: Path, folder: Path, rank: int) -> None:
-    trainer = make_trainer(layout, model, rank)
-    result = {"base": exported(trainer)}
-    train(trainer, FIRST)
-    trainer.save(folder / f"{layout.name}-checkpoint")
-    result["end"] = train(trainer, LAST)
-    result["scores"] = {"on": scores(trainer, True), "off": scores(trainer, False)}
-    trainer.load(folder / f"{layout.name}-checkpoint")
-    result["resumed"] = train(trainer, LAST)
-    if layout.name == "stages":
-        trainer.load(folder / "alone-checkpoint")
-        result["from-alone"] = train(trainer, LAST)
-    if rank == 0:
-        flat = {f"{part}/{key}": tensor for part, tensors in result.items() for key, tensor in tensors.items()}
-        save_file(flat, folder / f"{layout.name}.safetensors")
-
-
-def rank_main(rank: int, port: int, layouts: list[Layout], model: Path, folder: Path) -> None:
-    enter_rank(port)
+def run(rank: int, layouts: list[Layout], model: Path, folder: Path) -> None:
     for layout in layouts:
-        run(layout, model, folder, rank)
-    leave_rank()
+        trainer = make_trainer(layout, model, rank)
+        result = {"base": exported(trainer)}
+        train(trainer, FIRST)
+        trainer.save(folder / f"{layout.name}-checkpoint")
+        result["end"] = train(trainer, LAST)
+        result["scores"] = {"on": scores(trainer, True), "off": scores(trainer, False)}
+        trainer.load(folder / f"{layout.name}-checkpoint")
+        result["resumed"] = train(trainer, LAST)
+        if layout.name == "stages":
+            trainer.load(folder / "alone-checkpoint")
+            result["from-alone"] = train(trainer, LAST)
+        if rank == 0:
+            flat = {f"{part}/{key}": tensor for part, tensors in result.items() for key, tensor in tensors.items()}
+            save_file(flat, folder / f"{layout.name}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +110,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     path, names = tmp_path_factory.mktemp("runs"), wanted(request, "name")
-    run(ALONE, model, path, 0)
+    run(0, [ALONE], model, path)
     for layouts in (FSDP2, MEGATRON):
         if layouts is FSDP2 or packages()["megatron_train"].installed:
-            run_ranks(rank_main, 2, [each for each in layouts if each.name in names], model, path)
+            run_ranks(run, 2, [each for each in layouts if each.name in names], model, path)
     return path
 
 
@@ -294,7 +288,7 @@ def test_an_adapter_is_what_peft_makes_of_its_folder(tmp_path, kind):
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     batch = make_batch(0)
     found = trainer.logprobs(batch).logprobs_T * batch.loss_mask_T
-    torch.testing.assert_close(found, plain_logprobs(adapted, batch, TEMPERATURE), rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.double(), plain_logprobs(adapted, batch, TEMPERATURE), rtol=0, atol=2e-5)
 
     merged = adapted.merge_and_unload()
     export_folder(Export(tmp_path / "adapter", merge=True), tmp_path / "out")

@@ -1,6 +1,5 @@
 """Every trainer and layout takes the same steps as plain Hugging Face in float64; ranks that save fit together, too."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from tests.support.harness import (
 from tests.support.layouts_deepspeed import LAYOUTS as DEEPSPEED
 from tests.support.layouts_fsdp2 import LAYOUTS as FSDP2
 from tests.support.layouts_megatron import LAYOUTS as MEGATRON
-from tests.support.ranks import enter_rank, run_ranks
+from tests.support.ranks import run_ranks
 
 LAYOUTS = [*FSDP2, *DEEPSPEED, *MEGATRON]
 
@@ -49,8 +48,7 @@ SAVED = {
 }
 
 
-def save_and_load(rank: int, port: int, layouts: list[Layout], folder: Path) -> None:
-    enter_rank(port)
+def save_and_load(rank: int, layouts: list[Layout], folder: Path) -> None:
     with recording(folder / f"entered-{rank}.jsonl") as recorder:
         for layout in layouts:
             trainer = started(layout, folder / layout.model, rank)
@@ -66,8 +64,6 @@ def save_and_load(rank: int, port: int, layouts: list[Layout], folder: Path) -> 
             dist.barrier()  # all files are there
             trainer.load(out / "first")
             trainer.train_step(batch, task.loss)
-        dist.barrier()
-        os._exit(0)
 
 
 @pytest.mark.slow  # four processes each

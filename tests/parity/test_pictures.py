@@ -36,6 +36,7 @@ from roll.models.pictures import FAMILIES, VIDEO_FAMILIES, tower_of
 from roll.preflight.models import pictures_refused
 from tests.parity.test_families import BOUNDS, FOUR, RECOMPUTED, TP_SP, TRAINERS, by_tokens, record_row
 from tests.support import contract
+from tests.support.batches import batch_of
 from tests.support.contract import OPTIONS, buckets_of, burst, needs_seeing, weights_of
 from tests.support.harness import (
     ALL_ADAPTED,
@@ -128,12 +129,6 @@ def make_model(path: Path, family: str, **changed: Any) -> Path:
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders by name, made as they are needed."""
-    return tmp_path_factory.mktemp("pictures")
 
 
 def folder_of(models: Path, family: str) -> Path:
@@ -280,7 +275,7 @@ def test_what_is_trained_is_sent_saved_and_read_again(models, tmp_path, family, 
     WeightUpdate(receiver, sent).apply(sent)
     said_T = trainer.logprobs(batch).logprobs_T
     for model in (receiver, AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()):
-        assert float((plain_logprobs(model, batch, TEMPERATURE) - said_T).abs().max()) < 1e-4
+        assert float((plain_logprobs(model, batch, TEMPERATURE).detach() - said_T).abs().max()) < 1e-4
     if family not in MEGATRON.pictured:
         return
     trainer.save(tmp_path / "checkpoint")
@@ -385,11 +380,8 @@ def test_hf_infer_generates_as_the_unmodified_model(models, family, make):
         assert sequence.tokens == output[0, -12:].tolist()
     assert sequences[0].logprobs == sequences[3].logprobs and sequences[0].tokens != sequences[2].tokens
     assert batching.counters.shared_tokens == sequences[0].length - 13
-    histories = [torch.from_numpy(sequence.history) for sequence in sequences]
-    lengths = torch.tensor([len(each) for each in histories])
-    batch = Batch(lengths, torch.cat(histories), torch.zeros(int(lengths.sum())).bool())
-    batch = batch.replace(loss_mask_T=batch.positions_T >= (lengths - 12)[batch.rows_T])
-    batch = batch.replace(items_I=tuple(sequence.request.items for sequence in sequences))
+    histories, items = zip(*[(sequence.history, sequence.request.items) for sequence in sequences], strict=True)
+    batch = batch_of(histories, [len(history) - 12 for history in histories], items_I=items)
     trainer = make_trainer(folder, "fsdp2_train", pictures=True, temperature=1.0)
     said = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
     difference = float((trainer.logprobs(batch).logprobs_T[batch.loss_mask_T] - said).abs().max())
@@ -492,7 +484,7 @@ def test_an_engine_generates_and_scores_as_hf_infer(models, engine, family):
                 return told(refused=f"on a CPU, in float32: {reason}")
             worst = max(worst, unlike_hf_infer(engine, folder, model, family))
             scored_T = engine.logprobs(batch).logprobs_T
-            worst = max(worst, float((plain_logprobs(model, batch, 1.0) - scored_T).abs().max()))
+            worst = max(worst, float((plain_logprobs(model, batch).detach() - scored_T).abs().max()))
             for name, parameter in model.named_parameters():
                 if "visual" in name or "vision_tower" in name:
                     parameter.data += 0.05 * torch.randn_like(parameter)

@@ -1,7 +1,6 @@
 """Train, send the weights, generate, score: the trainer agrees with what the generator says it sampled."""
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from roll.configs.engines import packages
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.models.tiny import make_tiny_model
+from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.contract import BUCKET_BYTES, OPTIONS, buckets_of, burst, context_of
 from tests.support.harness import TEMPERATURE, Layout, make_batch, policy_loss, record, started
 from tests.support.processes import happens
-from tests.support.ranks import enter_rank, start_ranks, unpacked
+from tests.support.ranks import start_ranks, unpacked
+from tests.support.sizes import tiny_folder
 
 TRAINERS = {
     "fsdp2_train": Layout("shard2", "fsdp2_train", 2),
@@ -38,9 +38,8 @@ def prompts() -> list[np.ndarray]:
     return [draw.integers(4, 300, size) for size in np.linspace(4, 40, NUM_PROMPTS).astype(int)]
 
 
-def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, generators: list[str]) -> None:
+def rank_main(rank: int, layout: Layout, model: Path, folder: Path, generators: list[str]) -> None:
     """One step, an export, and then a score of whatever the generators made of it."""
-    enter_rank(port)
     strategy = started(layout, model, rank)
     info = strategy.info
 
@@ -58,7 +57,6 @@ def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, g
         batch = Batch(found["lengths"], found["tokens"], found["mask"])
         index, part = share(batch)
         hand_over({"index": index, "logprobs": strategy.logprobs(part).logprobs_T}, folder / f"{name}-{rank}.pt")
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
 
 
 def hand_over(value: Any, path: Path) -> None:
@@ -73,9 +71,7 @@ def wait_for(path: Path, seconds: float = 300.0) -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("round_trip") / "tiny"
-    make_tiny_model(path, seed=1, num_heads=2)
-    return path
+    return tiny_folder(tmp_path_factory, seed=1, num_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +104,8 @@ async def generate(engine: Any, weights: dict[str, Tensor], version: int) -> tup
     completions = await burst(engine, [GenerateRequest(f"{version}-{i}", *each) for i, each in numbered])
     assert {completion.weight_version for completion in completions} == {version}
     rows = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts(), completions, strict=True)]
-    sampled = [np.arange(len(row)) >= len(p) for row, p in zip(rows, prompts(), strict=True)]
     said = [np.concatenate([np.zeros(len(p)), c.logprobs]) for p, c in zip(prompts(), completions, strict=True)]
-    batch = Batch(
-        torch.tensor([len(row) for row in rows]),
-        torch.from_numpy(np.concatenate(rows)),
-        torch.from_numpy(np.concatenate(sampled)),
-    )
-    return batch, torch.from_numpy(np.concatenate(said))
+    return batch_of(rows, [*map(len, prompts())]), torch.from_numpy(np.concatenate(said))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.data.batch import Batch
 from roll.models.loading import load_causal_lm
 from tests.support.choice import needs
 from tests.support.families import tiny_config, tiny_model
-from tests.support.ranks import enter_rank, leave_rank, metrics_of, run_ranks, tensors_of, write
-from tests.support.trainers import make_batch, make_trainer, module_gradients, shares
+from tests.support.pictured import plain_logprobs
+from tests.support.ranks import run_ranks
+from tests.support.trainers import gain_loss, make_batch, make_trainer, shares, step_and_gradient
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h")
 ENGINES = {"fsdp2_train": {}, "deepspeed_train": {"zero_optimization": {"stage": 1}}}
@@ -29,39 +29,15 @@ def trainer(model: Path, engine: str, strategy: dict[str, Any], rows: int, **opt
     return make_trainer(model, engine, strategy, temperature=1.0, **sections, **options)
 
 
-def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
-    gain_T = batch.advantages_T * scores.logprobs_T
-    return LossOutput(-gain_T[batch.loss_mask_T].sum() / context.num_tokens, {})
-
-
 def oracle(folder: Path, batch: Batch) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Log-probabilities of the loss tokens, the loss, and its gradient."""
-    model, found = load_causal_lm(str(folder), dtype=torch.float64), []
+    model = load_causal_lm(str(folder), dtype=torch.float64)
     model.config._experts_implementation = "eager"  # grouped products know no float64
-    for row in range(batch.num_sequences):
-        tokens = batch.token_index([row])
-        ids = batch.tokens_T[tokens]
-        logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
-        found.append(logprobs.gather(1, ids[1:, None])[:, 0][batch.loss_mask_T[tokens][1:]])
-    logprobs = torch.cat(found)
+    logprobs = plain_logprobs(model, batch)[batch.loss_mask_T]
     loss = -(batch.advantages_T[batch.loss_mask_T] * logprobs).sum() / len(logprobs)
     loss.backward()
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return logprobs.detach(), float(loss.detach()), gradient
-
-
-def step(found: Any, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """A step's metrics and its gradient."""
-    gradients = {}
-    square_norm = found.square_norm
-
-    def watch() -> Any:
-        named = module_gradients(found)
-        gradients.update({name.removeprefix("model."): gradient.clone() for name, gradient in named.items()})
-        return square_norm()
-
-    found.square_norm = watch
-    return found.train_step(batch, loss_fn), gradients
 
 
 @pytest.mark.parametrize(
@@ -80,7 +56,7 @@ def test_packed_rows_however_they_are_cut_give_what_the_model_gives_alone(tmp_pa
         found = trainer(tmp_path, engine, ENGINES[engine], rows)
         logprobs = found.logprobs(batch).logprobs_T[batch.loss_mask_T]
         torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=5e-5)
-        metrics, gradients = step(found, batch)
+        metrics, gradients = step_and_gradient(found, batch, gain_loss)
         # Nine rows in twos leave one alone, which is compared as a padded one.
         assert found.own_forward.compared == ({"packed", "padded"} if rows == 2 else {"packed"})
         assert metrics["actor/loss"] == pytest.approx(loss, abs=2e-6)
@@ -90,23 +66,19 @@ def test_packed_rows_however_they_are_cut_give_what_the_model_gives_alone(tmp_pa
         found.shutdown()
 
 
-def rank_main(rank: int, port: int, model: Path, out: Path) -> None:
-    enter_rank(port)
+def rank_main(rank: int, model: Path) -> tuple[Tensor, dict[str, float]]:
     found = trainer(model, "fsdp2_train", {}, 4, rank=rank, world_size=2)
-    logprobs = found.logprobs(shares(0)[rank]).logprobs_T
-    write(out, str(rank), {"logprobs": logprobs}, found.train_step(shares(0)[rank], loss_fn))
-    leave_rank()
+    return found.logprobs(shares(0)[rank]).logprobs_T, found.train_step(shares(0)[rank], gain_loss)
 
 
 def test_ranks_that_share_weights_keep_step_though_their_rows_have_different_numbers_of_sequences(tmp_path):
-    model = tmp_path / "model"
-    tiny_model(tiny_config("qwen3_5_text")).save_pretrained(model)
-    run_ranks(rank_main, 2, model, tmp_path)
+    tiny_model(tiny_config("qwen3_5_text")).save_pretrained(tmp_path)
+    (first, metrics), (second, _) = run_ranks(rank_main, 2, tmp_path)
     batch = make_batch()
-    wanted, loss, _ = oracle(model, batch)
-    found = torch.cat([tensors_of(tmp_path, str(rank))["logprobs"] for rank in (0, 1)])
+    wanted, loss, _ = oracle(tmp_path, batch)
+    found = torch.cat([first, second])
     torch.testing.assert_close(found[batch.loss_mask_T].double(), wanted, rtol=0, atol=5e-5)
-    assert metrics_of(tmp_path, "0")["actor/loss"] == pytest.approx(loss, abs=2e-6)
+    assert metrics["actor/loss"] == pytest.approx(loss, abs=2e-6)
 
 
 def test_deepspeeds_stage_3_which_gathers_weights_at_each_run_of_a_layer_is_refused(tmp_path):

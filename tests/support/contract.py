@@ -78,9 +78,10 @@ def make_model(family: str, seed: int) -> PreTrainedModel:
     return model
 
 
-def save_model(folder: Path, family: str, seed: int) -> None:
+def save_model(folder: Path, family: str, seed: int) -> str:
     make_model(family, seed).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def load(path: str) -> PreTrainedModel:

@@ -16,11 +16,11 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from roll.data.batch import Batch
 from roll.data.packing import PackedSequences
 from roll.models import pictures, planned_attention
 from roll.models.measured import kinds, watched
 from roll.models.scoring import TokenScorer, layout, score_input
+from tests.support.batches import batch_of
 
 FAMILIES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *pictures.FAMILIES} - {"blt"}))
 LAYERS = 6
@@ -285,9 +285,7 @@ def _packed_difference(scorer: TokenScorer, rows: list[Tensor], alone: list[Tens
 
 
 def _shared_difference(scorer: TokenScorer, rows: list[Tensor], alone: list[Tensor]) -> float:
-    lengths = torch.tensor([len(row) for row in rows])
-    batch = Batch(lengths, torch.cat(rows), torch.zeros(int(lengths.sum())).bool())
-    batch = batch.replace(loss_mask_T=batch.positions_T > 10)
+    batch = batch_of(rows, prompts=11)
     inputs = layout(batch, sharing=True)
     assert inputs.input_ids_RC.numel() < batch.num_tokens
     logprobs_T = score_input(scorer, inputs, batch.num_tokens).logprobs_T

@@ -39,12 +39,13 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.exchange import gather
 from roll.models.lora import LoraSpec
+from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.collectives import Entry, compare, counts, read, recording
 from tests.support.contract import weights_of
 from tests.support.experts import chosen_experts, given_experts
-from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, unmodified
-from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
+from tests.support.pictured import TITLES, make_filmed, make_pictured, make_pictured_groups, plain_logprobs, unmodified
+from tests.support.ranks import exported, exported_adapter, run_ranks
 from tests.support.sizes import FOUR_EXPERTS, sizes
 from tests.support.trainers import ENTROPY_COEF, TEMPERATURE, VOCABULARY, policy_loss
 from tests.support.trainers import make_context as context_of
@@ -197,10 +198,8 @@ def make_groups(step: int) -> Batch:
     for prompt in prompts:
         for size in torch.randint(1, LONGEST - 11, (3,), generator=generator).tolist():
             rows.append(torch.cat([prompt, torch.randint(0, VOCABULARY, (size,), generator=generator)]))
-    lengths = torch.tensor([len(row) for row in rows])
-    masks = [torch.arange(len(row)) >= len(prompts[number // 3]) for number, row in enumerate(rows)]
-    advantages_T = torch.randn(int(lengths.sum()), generator=generator)
-    return Batch(lengths, torch.cat(rows), torch.cat(masks), advantages_T=advantages_T)
+    advantages_T = torch.randn(sum(map(len, rows)), generator=generator)
+    return batch_of(rows, [len(prompts[number // 3]) for number in range(9)], advantages_T=advantages_T)
 
 
 @dataclass(frozen=True)
@@ -418,18 +417,15 @@ def make_preferences(step: int) -> Batch:
     questions.append(questions[0])
     answers = [tokens(count) for count in torch.randint(1, 13, (10,), generator=generator).tolist()]
     rows = [torch.cat([questions[index // 2], answer]) for index, answer in enumerate(answers)]
-    masks = [torch.arange(len(row)) >= len(row) - len(answer) for row, answer in zip(rows, answers, strict=True)]
-    mask_T = torch.cat(masks)
-    ref_logprobs_T = -4 + torch.randn(len(mask_T), generator=generator)
-    return Batch(
-        torch.tensor([len(row) for row in rows]),
-        torch.cat(rows),
-        mask_T,
-        ref_logprobs_T=ref_logprobs_T * mask_T,
+    ref_logprobs_T = -4 + torch.randn(sum(map(len, rows)), generator=generator)
+    batch = batch_of(
+        rows,
+        [len(questions[index // 2]) for index in range(10)],
         pair_B=torch.arange(10) // 2,
         preferred_B=torch.rand(5, generator=generator).lt(0.5).repeat_interleave(2) ^ (torch.arange(10) % 2 == 0),
         anchor_B=torch.full((10,), 1.5),
     )
+    return batch.replace(ref_logprobs_T=ref_logprobs_T * batch.loss_mask_T)
 
 
 def make_labelled(step: int) -> Batch:
@@ -717,6 +713,14 @@ def take_steps(trainer: Any, *steps: int) -> None:
         trainer.train_step(share(trainer, make_batch(step)), policy_loss)
 
 
+def differ(found_T: Tensor, folder: Path) -> float:
+    """How far log-probabilities of ``make_batch`` are from those by Transformers' own loading and forward pass."""
+    from transformers import AutoModelForCausalLM
+
+    model, batch = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), make_batch(0)
+    return float((found_T - plain_logprobs(model, batch, TEMPERATURE).detach())[batch.loss_mask_T].abs().max())
+
+
 def measure(
     layouts: list[Layout], folder: Path, *, models_in: Path | None = None, on_gpus: bool = False
 ) -> dict[str, Figures]:
@@ -735,7 +739,7 @@ def measure(
     world_size = layouts[0].world_size
     assert all(layout.world_size == world_size for layout in layouts)
     try:
-        run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)
+        run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus, on_gpus=on_gpus)
     except BaseException as error:  # such as the end of a test's time, when ranks wait for each other
         for problem in compare(_records(folder, world_size)):
             error.add_note(problem.text)
@@ -759,10 +763,7 @@ def _entered(folder: Path, rank: int) -> Path:
     return folder / f"entered-{rank}.jsonl"
 
 
-def _rank_main(
-    rank: int, port: int, layouts: list[Layout], models: dict[str, Path], folder: Path, on_gpus: bool
-) -> None:
-    enter_rank(port, on_gpus=on_gpus)
+def _rank_main(rank: int, layouts: list[Layout], models: dict[str, Path], folder: Path, on_gpus: bool) -> None:
     with recording(None if on_gpus else _entered(folder, rank)) as recorder:
         for layout in layouts:
             start, recorder.part = time.perf_counter(), layout.id
@@ -775,7 +776,7 @@ def _rank_main(
                 torch.save(result, folder / f"{layout.id}-{rank}.pt")
             if "error" in result and layout.world_size > 1:
                 break  # the other ranks may be in a collective of their own; what was not run says so
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    os._exit(0)  # other ranks may have failed
 
 
 def measure_here(layout: Layout, folder: Path, out: Path) -> Figures:

@@ -179,13 +179,12 @@ def whole_videos(one: Batch) -> dict[str, Tensor]:
 SIZES = ("patch", "merge", "temporal_patch")
 
 
-def plain_logprobs(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
-    """float32 [T]: of the loss tokens, each row alone."""
-    found_T = torch.zeros(batch.num_tokens)
+def plain_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """float64 [T]: of the loss tokens, by the model's own forward pass of one row after another; 0 elsewhere."""
+    rows = []
     for number in range(batch.num_sequences):
-        one, at = batch.select([number]), batch.token_index([number])
-        with torch.no_grad():
-            logits = model(**unmodified(one, model.config.model_type), use_cache=False).logits[0, :-1]
+        one = batch.select([number])
+        logits = model(**unmodified(one, model.config.model_type), use_cache=False).logits[0, :-1].double()
         said = (logits / temperature).log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
-        found_T[at[1:]] = said.float() * one.loss_mask_T[1:]
-    return found_T
+        rows.append(torch.cat([said.new_zeros(1), said]) * one.loss_mask_T)
+    return torch.cat(rows)

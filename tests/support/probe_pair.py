@@ -21,7 +21,7 @@ from roll.models.tiny import make_tokenizer
 from roll.pipeline.probe import PROMPTED, SAMPLED, Bound, find_causes, other_prompt
 from roll.utils.foreign import replaced
 from tests.support.contract import LORA, buckets_of, context_of, load, weights_of
-from tests.support.trainers import make_context
+from tests.support.trainers import make_trainer
 
 
 class Pair:
@@ -32,9 +32,7 @@ class Pair:
     def __init__(
         self, path: str | Path, generator: Any, temperature: float, lora: LoraSpec | None = None, **context_keys: Any
     ) -> None:
-        context = make_context(Path(path), "fsdp2_train", lora=lora, temperature=temperature, **context_keys)
-        self.trainer: Any = STRATEGIES.get("fsdp2_train")(context)
-        self.trainer.setup()
+        self.trainer = make_trainer(Path(path), "fsdp2_train", lora=lora, temperature=temperature, **context_keys)
         self.generator = generator
         ids = np.array(probe_prompt(make_tokenizer(), "chatml")[-PROMPTED:])
         params = SamplingParams(SAMPLED, temperature, ignore_eos=True, seed=7)

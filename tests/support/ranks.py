@@ -11,7 +11,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +36,37 @@ IMPORTED = [
 """What every rank needs: imported once, in a process of which ranks are forked."""
 
 
-def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch.multiprocessing.ProcessContext:
-    """Starts ``main(rank, port, *args)`` in a group of processes and returns at once."""
-    port = unused_port()
+def start_ranks(
+    main: Callable[..., Any], world_size: int, *args: Any, on_gpus: bool = False, results: Path | None = None
+) -> torch.multiprocessing.ProcessContext:
+    """Starts ``main(rank, *args)`` in a group of processes and returns at once; ``results``: for what they return."""
     method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not outlive a fork
     multiprocessing.set_forkserver_preload(IMPORTED)
     return torch.multiprocessing.start_processes(
-        main, (port, *args), nprocs=world_size, join=False, start_method=method
+        _rank, (unused_port(), on_gpus, results, main, args), nprocs=world_size, join=False, start_method=method
     )
+
+
+def _rank(
+    rank: int, port: int, on_gpus: bool, results: Path | None, main: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Runs on CPUs, wherever it is, unless told otherwise; ends, its results being on disk, when all ranks are there.
+
+    Without the interpreter's own end, in which torch's threads sometimes abort the process ("terminate called without
+    an active exception", once in some ten runs of torch 2.13 with gloo).
+    """
+    gc.freeze()  # engines look for garbage often: a second each time, where that is among all that is imported
+    torch.set_num_threads(1)
+    tensor_files.MIN_SHARE_BYTES = 1  # both ranks write a share of what they save, however small it is
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if not on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    found = main(rank, *args)
+    if results is not None:
+        torch.save(found, results / f"{rank}.pt")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    os._exit(0)
 
 
 def unused_port() -> int:
@@ -54,16 +78,19 @@ def unused_port() -> int:
             return port
 
 
-def run_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
-    """The same, to the end of all processes; where this one is interrupted, it ends them."""
-    processes = start_ranks(main, world_size, *args)
-    try:
-        while not processes.join():
-            pass
-    except BaseException:
-        for process in processes.processes:
-            process.kill()
-        raise
+def run_ranks(main: Callable[..., Any], world_size: int, *args: Any, on_gpus: bool = False) -> list[Any]:
+    """The same, to the end of all processes; where this one is interrupted, it ends them. What each has returned."""
+    with TemporaryDirectory() as name:
+        processes = start_ranks(main, world_size, *args, on_gpus=on_gpus, results=(folder := Path(name)))
+        try:
+            while not processes.join():
+                pass
+        except BaseException:
+            for process in processes.processes:
+                process.kill()
+            raise
+        files = [folder / f"{rank}.pt" for rank in range(world_size)]
+        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
 def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
@@ -71,27 +98,6 @@ def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     here = [item for item in request.session.items if item.path == request.path]
     calls = [item.callspec.params for item in here if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     return list(dict.fromkeys(params[argument] for params in calls if argument in params))
-
-
-def enter_rank(port: int, *, on_gpus: bool = False) -> None:
-    """What a process of ``start_ranks`` does first; the tests run on CPUs, wherever they are."""
-    gc.freeze()  # engines look for garbage often: a second each time, where that is among all that is imported
-    torch.set_num_threads(1)
-    tensor_files.MIN_SHARE_BYTES = 1  # both ranks write a share of what they save, however small it is
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if not on_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def leave_rank() -> NoReturn:
-    """Ends a rank whose results are on disk, when all ranks are there.
-
-    Without the interpreter's own end, in which torch's threads sometimes abort the process ("terminate called without
-    an active exception", once in some ten runs of torch 2.13 with gloo).
-    """
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    os._exit(0)
 
 
 @contextlib.contextmanager

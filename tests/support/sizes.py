@@ -17,6 +17,15 @@ def sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_
     }
 
 
+def tiny_folder(folders: Any, seed: int, **shape: int) -> Path:
+    """An untrained tiny model in a folder of its own, by pytest's ``tmp_path_factory``."""
+    from roll.models.tiny import make_tiny_model
+
+    path: Path = folders.mktemp("model") / "tiny"
+    make_tiny_model(path, seed, **shape)
+    return path
+
+
 def save_random(path: Path, family: str, *shape: int, **config: Any) -> Path:
     """A random causal language model of a family (``Qwen2``) with these ``sizes`` in a folder.
 

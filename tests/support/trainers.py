@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.base import Metrics, StrategyContext
 
 VOCABULARY = 61  # divides by nothing: vocabulary-parallel layers must pad
 TEMPERATURE = 0.8
@@ -90,6 +90,13 @@ def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> Loss
     return LossOutput(loss, {name: total_T.detach().sum() / context.num_tokens for name, total_T in totals.items()})
 
 
+def gain_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    """REINFORCE alone."""
+    assert batch.advantages_T is not None and scores.logprobs_T is not None
+    gain_T = batch.advantages_T * scores.logprobs_T
+    return LossOutput(-gain_T[batch.loss_mask_T].sum() / context.num_tokens, {})
+
+
 def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     """Broken in micro-batches of one sequence only: other micro-batches, and other ranks, may be sound."""
     output = policy_loss(scores, batch, context)
@@ -102,3 +109,16 @@ def module_gradients(trainer: Any) -> dict[str, Tensor]:
     if hasattr(trainer, "_gradients"):
         return dict(zip(weights.trained, trainer._gradients, strict=True))
     return {name: weights.gradient(name).view(weights.shape(name)) for name in weights.trained}
+
+
+def step_and_gradient(trainer: Any, batch: Batch, loss: LossFn) -> tuple[Metrics, dict[str, Tensor]]:
+    """A step's metrics, and its ``module_gradients`` by the model's names."""
+    gradients, square_norm = {}, trainer.square_norm
+
+    def watch() -> Any:
+        named = module_gradients(trainer)
+        gradients.update({name.removeprefix("model."): gradient.clone() for name, gradient in named.items()})
+        return square_norm()
+
+    trainer.square_norm = watch
+    return trainer.train_step(batch, loss), gradients

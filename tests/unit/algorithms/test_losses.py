@@ -33,7 +33,6 @@ from roll.data.batch import Batch
 from roll.data.columns import is_per_token
 from roll.data.packing import take_micro_batch
 from roll.data.renderer import ChatRenderer
-from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from tests.support.algorithms_batches import (
     aggregate,
@@ -44,9 +43,10 @@ from tests.support.algorithms_batches import (
     make_batch,
     rows_of,
 )
+from tests.support.batches import batch_of
 from tests.support.examples import examples
 from tests.support.imitation import Imitator, Talk, talk
-from tests.support.trainers import make_context
+from tests.support.trainers import make_trainer, step_and_gradient
 
 seeds = st.integers(0, 2**32 - 1)
 MODES = get_args(LossAggMode)
@@ -573,22 +573,11 @@ CUTTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Probed(Fsdp2Train):
-    """Keeps the gradient of the last step, as it is before clipping."""
-
-    gradient: dict[str, Tensor]
-
-    def apply_gradients(self, rate: float, norm: float) -> None:
-        self.gradient = {n.removeprefix("model."): p.grad.clone() for n, p in self.weights.local.items()}
-        super().apply_gradients(rate, norm)
-
-
 def batch_of_talks() -> Batch:
     renderer = ChatRenderer(make_tokenizer())
     rows = [renderer.conversation([{"role": role, "content": text} for role, text in spoken]) for spoken in TALKS]
-    lengths_B = torch.tensor([len(ids) for ids, _ in rows])
-    tokens_T, mask_T = (torch.cat([torch.from_numpy(row[i]) for row in rows]) for i in range(2))
-    return Batch(lengths_B, tokens_T, mask_T)
+    mask_T = torch.cat([torch.from_numpy(mask) for _, mask in rows])
+    return batch_of([ids for ids, _ in rows]).replace(loss_mask_T=mask_T)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
@@ -599,16 +588,14 @@ def test_the_step_is_that_of_float64_however_the_conversations_are_cut(tmp_path,
     loss.backward()
     for name, cutting in CUTTINGS.items():
         options = {"temperature": 1.0, "max_grad_norm": 1e9, "needs": SFT_NEEDS, **cutting}
-        trainer = Probed(make_context(tmp_path, "fsdp2_train", **options))
-        trainer.setup()
+        trainer = make_trainer(tmp_path, "fsdp2_train", **options)
         scores = trainer.logprobs(batch)
         assert float(scores.top1_T[batch.loss_mask_T].mean()) == pytest.approx(oracle.accuracy(TALKS)), name
-        metrics = trainer.train_step(batch, build_sft_loss(mode))
+        metrics, gradient = step_and_gradient(trainer, batch, build_sft_loss(mode))
         assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=2e-6), name
         assert metrics["sft/token_accuracy"] == pytest.approx(oracle.accuracy(TALKS)), name
         for weight, parameter in oracle.model.named_parameters():
-            ours = trainer.gradient[weight]
-            torch.testing.assert_close(ours.double(), parameter.grad, rtol=2e-4, atol=2e-6)
+            torch.testing.assert_close(gradient[weight].double(), parameter.grad, rtol=2e-4, atol=2e-6)
 
 
 VALUES = torch.tensor([9.0, 9, 1.5, 9, 0.5, 9, 9, -1.0, 9, 2.0]).double()

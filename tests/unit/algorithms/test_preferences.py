@@ -15,6 +15,7 @@ from roll.configs.preference import PreferenceConfig, PreferenceLoss
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.models.scoring import split_batch
+from tests.support.batches import batch_of
 from tests.support.harness import PREFERENCES, make_labelled, make_preferences
 
 CUTTINGS = {
@@ -221,16 +222,12 @@ def make() -> tuple[Batch, Tensor]:
     """Three pairs, or six answers, the better side of a pair not always first, and the policy's log-probabilities."""
     generator = torch.Generator().manual_seed(11)
     total = sum(length for length, _ in LENGTHS)
-    mask_T = torch.cat([torch.arange(length) >= length - answer for length, answer in LENGTHS])
     reference_T, policy_T = (-2 * torch.rand(total, generator=generator).double() - 0.05 for _ in range(2))
-    batch = Batch(
-        torch.tensor([length for length, _ in LENGTHS]),
-        torch.arange(total),
-        mask_T,
-        ref_logprobs_T=reference_T * mask_T,
-        preferred_B=torch.tensor([True, False, False, True, True, False]),
-    )
-    return batch, policy_T * mask_T
+    better = torch.tensor([True, False, False, True, True, False])
+    rows = torch.arange(total).split([length for length, _ in LENGTHS])
+    batch = batch_of(rows, [length - answer for length, answer in LENGTHS], preferred_B=better)
+    mask_T = batch.loss_mask_T
+    return batch.replace(ref_logprobs_T=reference_T * mask_T), policy_T * mask_T
 
 
 def answers(batch: Batch, policy_T: Tensor) -> list[Answer]:
@@ -285,15 +282,9 @@ ANSWERS = [[4, 5], [6], [7, 8, 9], [5, 5], [4], [6, 7], [7], [8], [4, 4], [4, 4]
 
 
 def rollout() -> Batch:
-    lengths = torch.tensor([2 + len(answer) for answer in ANSWERS])
-    return Batch(
-        lengths,
-        torch.cat([torch.tensor([1, 2, *answer]) for answer in ANSWERS]),
-        torch.cat([torch.arange(2 + len(answer)) >= 2 for answer in ANSWERS]),
-        group_B=torch.tensor(GROUPS),
-        scores_B=torch.tensor(SCORES),
-        ref_logprobs_T=-torch.arange(int(lengths.sum()), dtype=torch.float64) / 10,
-    )
+    batch = batch_of([[1, 2, *answer] for answer in ANSWERS], prompts=2)
+    ref_logprobs_T = -torch.arange(batch.num_tokens, dtype=torch.float64) / 10
+    return batch.replace(group_B=torch.tensor(GROUPS), scores_B=torch.tensor(SCORES), ref_logprobs_T=ref_logprobs_T)
 
 
 def test_the_best_and_the_worst_of_each_group_are_a_pair():

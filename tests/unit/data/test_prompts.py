@@ -27,7 +27,7 @@ from roll.data.prompts import DataError, Prompt, PromptDataset, PromptSampler, l
 from roll.data.questions import Answer, AnswerColumns, read_responses
 from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.errors import WorkerDiedError
-from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.models.tiny import make_tokenizer
 from roll.pipeline.prompts import PromptRolloutWorkers, load_datasets, make_data
 from roll.pipeline.rlvr import run_rlvr
 from roll.pipeline.teachers import TeacherPrompts
@@ -35,6 +35,7 @@ from roll.preflight.templates import policy_renderer
 from roll.utils.registry import UnknownNameError
 from tests.support.examples import examples
 from tests.support.lines import write_lines
+from tests.support.sizes import tiny_folder
 from tests.support.talks import says, system, user
 
 RENDERER = ChatRenderer(make_tokenizer())
@@ -636,9 +637,7 @@ def rows(tag: str, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(path, seed=1)
-    return str(path)
+    return str(tiny_folder(tmp_path_factory, seed=1))
 
 
 def config(model: str, tmp_path: Path, **data: Any) -> RLVRConfig:

@@ -22,7 +22,9 @@ from roll.data.packing import (
 from roll.models import planned_attention
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, score_batch, score_input
+from tests.support.batches import batch_of
 from tests.support.examples import examples
+from tests.support.families import tiny_model
 from tests.support.sizes import sizes
 
 SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 2, 1), "initializer_range": 0.3}
@@ -31,15 +33,13 @@ SMALL: dict[str, Any] = {**sizes(37, 16, 24, 2, 2, 1), "initializer_range": 0.3}
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
     """Per group a prompt's length and those of the answers to it; rows are shuffled."""
     generator = torch.Generator().manual_seed(seed)
-    rows, masks = [], []
+    rows = []
     for prompt_length, answers in groups:
         prompt = torch.randint(0, 37, (prompt_length,), generator=generator)
         for length in answers:
-            rows.append(torch.cat([prompt, torch.randint(0, 37, (length,), generator=generator)]))
-            masks.append(torch.arange(len(rows[-1])) >= prompt_length)
+            rows.append((torch.cat([prompt, torch.randint(0, 37, (length,), generator=generator)]), prompt_length))
     order = torch.randperm(len(rows), generator=generator).tolist()
-    lengths = torch.tensor([len(rows[i]) for i in order])
-    return Batch(lengths, torch.cat([rows[i] for i in order]), torch.cat([masks[i] for i in order]))
+    return batch_of(*zip(*[rows[i] for i in order], strict=True))
 
 
 GROUPS = [(9, [3, 1, 6, 2]), (5, [4, 12]), (1, [2, 2, 2]), (7, [0, 3])]
@@ -150,11 +150,6 @@ CONFIGS = {
 }
 
 
-def make_model(config: Any) -> PreTrainedModel:
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-
-
 def scores_and_gradient(model: PreTrainedModel, batch: Batch, make_input: Any) -> list[Tensor]:
     scores = score_input(TokenScorer(model, temperature=0.7), make_input(batch), batch.num_tokens)
     model.zero_grad()
@@ -164,7 +159,7 @@ def scores_and_gradient(model: PreTrainedModel, batch: Batch, make_input: Any) -
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scores_and_gradient_are_those_of_separate_rows(name):
-    model, batch = make_model(CONFIGS[name]), make_batch(GROUPS)
+    model, batch = tiny_model(CONFIGS[name], 1, attn_implementation="sdpa"), make_batch(GROUPS)
     expected = scores_and_gradient(model, batch, rectangle)
     assert planned_attention.enable_sharing(model)
     for found, wanted in zip(scores_and_gradient(model, batch, row_with_shared_prompts), expected, strict=True):
@@ -172,7 +167,7 @@ def test_scores_and_gradient_are_those_of_separate_rows(name):
 
 
 def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_scored():
-    model = make_model(CONFIGS["qwen2"])
+    model = tiny_model(CONFIGS["qwen2"], 1, attn_implementation="sdpa")
     assert planned_attention.enable_sharing(model)
     whole = make_batch([(12, [5, 3]), (9, [6, 2])])
     ends_T = torch.zeros(whole.num_tokens, dtype=torch.bool)
@@ -197,7 +192,7 @@ def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_score
 
 
 def test_a_model_that_takes_plans_computes_other_rows_as_before_and_recomputes_activations_for_the_same_gradient():
-    model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
+    model, batch = tiny_model(CONFIGS["qwen2"], 1, attn_implementation="sdpa"), make_batch(GROUPS)
     before = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
     assert planned_attention.enable_sharing(model)
     after = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]

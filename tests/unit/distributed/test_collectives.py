@@ -16,7 +16,7 @@ from roll.distributed.strategy.training.exchange import ShardLayout, Slice, Weig
 from roll.distributed.strategy.training.trainer import export, join_group, plan_buckets
 from roll.distributed.weights.sender import plan_routes
 from tests.support.collectives import Entry, compare, counts, read, recording
-from tests.support.ranks import enter_rank, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.trainers import make_context
 
 INIT = dist.init_process_group
@@ -141,8 +141,7 @@ def test_ranks_that_fit_together_are_left_alone(tmp_path):
     assert counts(records) == {"": {"groups": 2, "collectives": 3 * 3 + 2, "messages": 4}}
 
 
-def one_ends(rank: int, port: int, folder: Path) -> None:
-    enter_rank(port)
+def one_ends(rank: int, folder: Path) -> None:
     with recording(folder / str(rank)):
         INIT("gloo", rank=rank, world_size=2)
         with contextlib.suppress(RuntimeError):  # the other is gone

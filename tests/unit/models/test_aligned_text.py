@@ -8,6 +8,7 @@ from roll.algorithms.distillation import NO_CHUNK
 from roll.data.batch import Batch
 from roll.models.aligned_text import Retokenizer
 from roll.models.tiny import make_tokenizer
+from tests.support.batches import batch_of
 from tests.support.foreign import TEXTS, merging_tokenizer
 
 
@@ -16,17 +17,11 @@ def merging() -> PreTrainedTokenizerFast:
     return merging_tokenizer()
 
 
-def given(ids_rows: list[list[int]], prompts: list[int]) -> Batch:
-    mask = [index >= prompt for row, prompt in zip(ids_rows, prompts, strict=True) for index in range(len(row))]
-    lengths = torch.tensor([len(row) for row in ids_rows])
-    return Batch(lengths, torch.tensor([token for row in ids_rows for token in row]), torch.tensor(mask))
-
-
 def rows_of(tokenizer: PreTrainedTokenizerFast) -> Batch:
     prompt = tokenizer.encode("<|im_start|>user\nsay√<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
     end = tokenizer.eos_token_id
     answers = [tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) for text in TEXTS]
-    return given([[*prompt, *answer, end] for answer in answers], [len(prompt)] * len(answers))
+    return batch_of([[*prompt, *answer, end] for answer in answers], len(prompt))
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -73,7 +68,7 @@ def test_what_is_sampled_against_the_tokenizers_habit(merging):
     prompt = policy.encode("user\n", add_special_tokens=False)
     half = policy.encode("√", add_special_tokens=False)[:-1]
     spelled = [token for letter in "Up" for token in policy.encode(letter, add_special_tokens=False)]
-    batch = given([[*prompt, *spelled, *half], [*prompt, *half, *spelled]], [len(prompt)] * 2)
+    batch = batch_of([[*prompt, *spelled, *half], [*prompt, *half, *spelled]], len(prompt))
     theirs, chunk_S, chunk_T = Retokenizer(policy, merging).batch(batch)
     first, second = (chunk_T[batch.rows_T == row][len(prompt) :].tolist() for row in (0, 1))
     assert first[-len(half) :] == [NO_CHUNK] * len(half), "it ends amid a character: the teacher is not asked"

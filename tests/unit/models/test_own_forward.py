@@ -21,6 +21,7 @@ from roll.models.megatron.config import megatron_config
 from roll.models.own_forward import in_one_process
 from roll.models.scoring import TokenScorer, score_batch
 from tests.support import trainers
+from tests.support.batches import batch_of
 from tests.support.choice import needs
 from tests.support.families import FAMILIES, tiny_config, tiny_model, with_factors
 
@@ -42,9 +43,7 @@ def make_batch(*, experts: bool = False) -> Batch:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 90, (30,), generator=generator) for _ in range(2)]
     rows = [torch.cat([prompts[i // 2], torch.randint(3, 90, (5 + i,), generator=generator)]) for i in range(4)]
-    lengths = torch.tensor([len(row) for row in rows])
-    batch = Batch(lengths, torch.cat(rows), torch.zeros(int(lengths.sum())).bool())
-    batch = batch.replace(loss_mask_T=batch.positions_T >= 30)
+    batch = batch_of(rows, prompts=30)
     if experts:
         # Two of four experts in each of six layers.
         chosen = torch.rand(batch.num_tokens, 6, 4, generator=generator).argsort(-1)[..., :2]
@@ -193,9 +192,7 @@ def test_the_generators_log_probabilities_are_a_bound_where_the_model_is_not_at_
 
 def test_few_tokens_are_compared_and_no_logits_of_a_long_prompt():
     model, rows = tiny_model(tiny_config("qwen2")), []
-    lengths = torch.tensor([200, 120, 90])
-    batch = Batch(lengths, torch.randint(3, 90, (410,)), torch.zeros(410).bool())
-    batch = batch.replace(loss_mask_T=batch.positions_T > 40)
+    batch = batch_of([torch.randint(3, 90, (length,)) for length in (200, 120, 90)], prompts=41)
     check = in_one_process(TokenScorer(model))
     model.get_output_embeddings().register_forward_hook(lambda _, args, __: rows.append(args[0].shape[-2]))
     check.compare(batch, "padded")

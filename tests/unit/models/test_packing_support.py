@@ -18,6 +18,7 @@ from roll.data.packing import PackedSequences, packed_row
 from roll.models import planned_attention
 from roll.models.measured import FILE, kinds, packing_problem, watched
 from roll.models.scoring import TokenScorer, score_input
+from tests.support.batches import batch_of
 from tests.support.families import BOUND, FAMILIES, LAYERS, measured, packing_differences, tiny_config, tiny_model
 from tests.support.trainers import make_batch, make_trainer
 from tests.unit.models.conftest import refusals
@@ -162,10 +163,7 @@ CONFIGS = {
 
 def short_rows() -> Batch:
     generator = torch.Generator().manual_seed(3)
-    num_tokens = sum(LENGTHS)
-    tokens = torch.randint(0, 37, (num_tokens,), generator=generator)
-    batch = Batch(torch.tensor(LENGTHS), tokens, torch.zeros(num_tokens).bool())
-    return batch.replace(loss_mask_T=batch.positions_T > 1)
+    return batch_of([torch.randint(0, 37, (length,), generator=generator) for length in LENGTHS], prompts=2)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from roll.preflight.models import check_frozen_parts
 from tests.support.contract import threads
 from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
-from tests.support.pictured import MARK, make_pictured, make_rows, picture, shown, unmodified
+from tests.support.pictured import MARK, make_pictured, make_rows, picture, plain_logprobs, shown, unmodified
 from tests.support.trainers import make_trainer
 
 PACKED = {"use_sequence_packing": True, "share_prompts": False, "infer_batch_size": 8}
@@ -38,12 +39,7 @@ PACKED = {"use_sequence_packing": True, "share_prompts": False, "infer_batch_siz
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("models")
-
-    def made(family: str) -> Path:
-        path = folder / family
-        return path if path.exists() else make_picture_model(path, family)
-
-    return made
+    return cache(lambda family: make_picture_model(folder / family, family))
 
 
 def exact_model(folder: Path) -> Any:
@@ -55,17 +51,6 @@ def exact_model(folder: Path) -> Any:
         for parameter in model.parameters():
             parameter.mul_(2) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
     return model
-
-
-def own_logprobs(model: Any, batch: Batch) -> Tensor:
-    """Of the loss tokens, by the model's class from one row after another; 0 elsewhere."""
-    rows = []
-    for number in range(batch.num_sequences):
-        one = batch.select([number])
-        logits = model(**unmodified(one, model.config.model_type), use_cache=False).logits[0, :-1]
-        found = logits.log_softmax(-1).gather(1, one.tokens_T[1:, None].clamp(min=0))[:, 0]
-        rows.append(torch.cat([found.new_zeros(1), found]) * one.loss_mask_T)
-    return torch.cat(rows)
 
 
 def is_fixed(family: str) -> bool:
@@ -80,7 +65,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward_pass(models, f
     model, own = exact_model(folder), exact_model(folder)
     freeze_unseen(model)
     weights_T = torch.randn(batch.num_tokens, dtype=torch.float64)
-    expected_T = own_logprobs(own, batch)
+    expected_T = plain_logprobs(own, batch)
     (expected_T * weights_T).sum().backward()
     scorer = TokenScorer(model, tower=Tower(model, Pictures(folder)))
     features: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PreTrainedModel, Qwen2Config
+from transformers import Gemma2Config, GraniteConfig, PreTrainedModel, Qwen2Config
 
 import roll.models.scoring as scoring
 from roll.algorithms import quantities
@@ -59,9 +59,7 @@ CUTTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_model(config: Any = CONFIGS["qwen2"], seed: int = 1) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model.eval()
+    return tiny_model(config, seed)
 
 
 def make_batch(num_ids: int = 37) -> Batch:

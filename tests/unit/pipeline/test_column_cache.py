@@ -14,6 +14,7 @@ from roll.data.batch import Batch
 from roll.models.scoring import TokenScores
 from roll.pipeline.column_cache import cached_columns, check_writable, digest_of, read_cached, weight_files
 from roll.pipeline.offline.dpo import ReferenceScores, cross
+from tests.support.batches import batch_of
 
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
 
@@ -121,10 +122,8 @@ def test_what_is_kept_of_one_model_and_number_format_is_not_taken_for_another(tm
 
 
 def crossed(rows: list[tuple[list[int], list[int]]], max_tokens: int = 9) -> list[tuple[list[int], list[bool]]]:
-    lengths = torch.tensor([len(question) + len(answer) for question, answer in rows])
-    tokens = torch.tensor([token for question, answer in rows for token in (*question, *answer)])
-    mask = torch.tensor([said for question, answer in rows for said in [False] * len(question) + [True] * len(answer)])
-    found = cross(Batch(lengths, tokens, mask), max_tokens)
+    batch = batch_of([[*question, *answer] for question, answer in rows], [len(question) for question, _ in rows])
+    found = cross(batch, max_tokens)
     sizes = found.lengths_B.tolist()
     pairs = zip(found.tokens_T.split(sizes), found.loss_mask_T.split(sizes), strict=True)
     return [(ids.tolist(), said.tolist()) for ids, said in pairs]

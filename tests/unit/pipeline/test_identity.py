@@ -24,6 +24,7 @@ from roll.rollout.endpoint.session import Wanted
 from roll.rollout.env_manager import Recorder
 from roll.rollout.types import RolloutGroup
 from roll.rollout.workers import FlatGroups
+from tests.support.batches import batch_of
 from tests.support.rollouts import Engine, make_trajectory, make_turn
 from tests.support.said_engine import new_session
 
@@ -41,9 +42,7 @@ WORDS = [1, 2, PAD, PAD, 3, 4]
 
 def batch(*rows: list[int]) -> Batch:
     """Rows of a prompt and the answer [5, 6]."""
-    tokens = torch.tensor([[*row, 5, 6] for row in rows])
-    mask = torch.tensor([[False] * (tokens.shape[1] - 2) + [True, True]] * len(rows))
-    return Batch(torch.full((len(rows),), tokens.shape[1]), tokens.flatten(), mask.flatten(), group_B=None)
+    return batch_of([[*row, 5, 6] for row in rows], [*map(len, rows)])
 
 
 @given(st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), st.binary(max_size=9))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel, Qwen2Config
 
 from roll.algorithms.distillation import NO_CHUNK, build_distill_loss, teacher_metrics, teacher_term
 from roll.algorithms.quantities import Divergence, TopTokens, hidden_states, logprobs
@@ -22,8 +22,11 @@ from roll.models.scoring import TokenScorer, score_batch
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.offline.pipeline import load_sft_data
 from roll.pipeline.teachers import PrivilegedTeacher, TaggedTeachers, TeacherPrompts, with_teacher
+from tests.support.batches import batch_of
+from tests.support.families import tiny_model
 from tests.support.imitation import Imitator
 from tests.support.lines import write_lines
+from tests.support.pictured import plain_logprobs
 from tests.support.sizes import sizes
 
 SIZES = Qwen2Config(**sizes(37, 16, 24, 2, 2, 1), initializer_range=0.3)
@@ -52,28 +55,22 @@ class Here:
         return lambda: found
 
 
-def make(seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(SIZES).eval()
-
-
 def make_batch() -> Batch:
     torch.manual_seed(0)
-    batch = Batch(torch.tensor([4, 6, 3, 5, 7]), torch.randint(0, 37, (25,)), torch.zeros(25).bool(), tag_B=TAGS)
-    batch = batch.replace(loss_mask_T=batch.positions_T > 1)
+    batch = batch_of(torch.randint(0, 37, (25,)).split([4, 6, 3, 5, 7]), prompts=2, tag_B=TAGS)
     return batch.replace(rollout_logprobs_T=-torch.rand(25) * batch.loss_mask_T)
 
 
 @torch.no_grad()
 def oracle(model: PreTrainedModel, batch: Batch, row: int) -> Tensor:
     one = batch.select([row])
-    logprobs = model.double()(one.tokens_T[None]).logits[0].log_softmax(-1)[:-1]
+    logprobs_T = plain_logprobs(model.double(), one)
     model.float()
-    return logprobs.gather(1, one.tokens_T[1:, None])[:, 0][one.loss_mask_T[1:]]
+    return logprobs_T[one.loss_mask_T]
 
 
 def test_each_row_is_scored_by_the_teacher_of_its_tag():
-    batch, models = make_batch(), {"a": make(1), "b": make(2)}
+    batch, models = make_batch(), {"a": tiny_model(SIZES, 1), "b": tiny_model(SIZES, 2)}
     here = {name: Here(TokenScorer(model)) for name, model in models.items()}
     teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]}, {"a": 0.3, "b": 1.0})
     scores = teachers.submit_logprobs(batch)()
@@ -100,7 +97,7 @@ def test_each_row_is_scored_by_the_teacher_of_its_tag():
 
 
 def test_the_terms_of_several_teachers_of_a_row_add_up():
-    batch, models = make_batch(), {"all": make(1), "some": make(2)}
+    batch, models = make_batch(), {"all": tiny_model(SIZES, 1), "some": tiny_model(SIZES, 2)}
     weights = {"all": 0.3, "some": 0.7}
     here = {name: Here(TokenScorer(model)) for name, model in models.items()}
     teachers = TaggedTeachers(here, {"all": [0, 1, 2], "some": [1]}, weights)
@@ -123,7 +120,8 @@ def test_the_terms_of_several_teachers_of_a_row_add_up():
 
 def test_rows_of_a_teacher_with_other_tokens_have_chunks_and_others_have_their_tokens():
     batch = make_batch()
-    tokens, chunks = Here(TokenScorer(make(1))), Here(TokenScorer(make(2)), lambda batch: torch.tensor(0))
+    tokens = Here(TokenScorer(tiny_model(SIZES, 1)))
+    chunks = Here(TokenScorer(tiny_model(SIZES, 2)), lambda batch: torch.tensor(0))
     teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]}, {"a": 1.0, "b": 1.0})
     scores = teachers.submit_logprobs(batch)()
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T, teacher_chunk_T=scores.chunk_T)
@@ -154,13 +152,9 @@ def rollouts(renderer: ChatRenderer) -> Batch:
     for group, answer in ANSWERS:
         prompt = renderer.prompt([{"role": "user", "content": QUESTIONS[group][0]}]).tolist()
         rows.append((prompt, [*renderer.words(answer).tolist(), renderer.tokenizer.eos_token_id]))
-    return Batch(
-        torch.tensor([len(prompt) + len(said) for prompt, said in rows]),
-        torch.tensor([token for prompt, said in rows for token in prompt + said]),
-        torch.tensor([mark for prompt, said in rows for mark in [False] * len(prompt) + [True] * len(said)]),
-        group_B=torch.tensor([group for group, _ in ANSWERS]),
-        rollout_logprobs_T=torch.zeros(sum(len(prompt) + len(said) for prompt, said in rows)),
-    )
+    groups_B = torch.tensor([group for group, _ in ANSWERS])
+    batch = batch_of([prompt + said for prompt, said in rows], [len(prompt) for prompt, _ in rows], group_B=groups_B)
+    return batch.replace(rollout_logprobs_T=torch.zeros(batch.num_tokens))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from roll.models.shapes import ModelShape, samples_flops
 from roll.models.tiny import tiny_config
 from roll.pipeline.profiling import PhaseTimer, Utilisation, num_devices
 from roll.utils.gpus import GPUS, known_gpu
+from tests.support.batches import batch_of
 from tests.support.sizes import sizes
 
 SIZES = {**sizes(509, 96, 160, 3, 4, 2), "head_dim": 24}
@@ -46,10 +47,8 @@ def cluster(name: str | None, *devices: tuple[int, ...]) -> Any:
 
 
 def make_batch() -> Batch:
-    lengths = torch.tensor(LENGTHS)
-    mask = torch.zeros(int(lengths.sum()), dtype=torch.bool)
-    mask[-20:] = True
-    return Batch(lengths, torch.zeros(len(mask), dtype=torch.int64), mask)
+    """The last twenty tokens count."""
+    return batch_of([[0] * length for length in LENGTHS], [*LENGTHS[:-1], LENGTHS[-1] - 20])
 
 
 def measured(config: PipelineConfig, name: str | None, **options: Any) -> dict[str, float]:
@@ -129,9 +128,7 @@ def test_devices_are_known_by_their_names():
 def test_operations_of_prompts_that_were_shared_count_once():
     config = PipelineConfig.model_validate({"pretrain": "tiny"})
     prompt, own = torch.arange(40), torch.arange(8 * 10).view(8, 10) + 100
-    tokens = torch.cat([prompt.expand(8, -1), own], dim=1).flatten()
-    batch = Batch(torch.full((8,), 50), tokens, torch.zeros(400, dtype=torch.bool))
-    batch = batch.replace(loss_mask_T=batch.positions_T >= 40)
+    batch = batch_of(torch.cat([prompt.expand(8, -1), own], dim=1), prompts=40)
     computed = computed_tokens([batch], sharing=True)
     assert computed == 39 + 8 * 11
 

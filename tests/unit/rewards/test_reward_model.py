@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,24 +31,25 @@ from transformers import (
 )
 
 from roll.configs.rewards import RewardConfig
-from roll.data.batch import Batch
 from roll.data.columns import Item
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
 from roll.models.loading import classifier_class, load_config
 from roll.models.lora import SCORE_NAME
 from roll.models.pictures import FAMILIES
-from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.models.tiny import make_tokenizer
 from roll.preflight import models as preflight
 from roll.rewards.classifiers import Padding, RewardModelConfig, load_classifier, logits_of
 from roll.rewards.reward_model import RewardModelVerifier
 from roll.rewards.scorer import sees
 from roll.rewards.scoring import unseen
 from roll.rewards.types import RewardError, RewardResult, Sample
+from tests.support.batches import batch_of
 from tests.support.choice import slow_but
 from tests.support.picture_models import FAMILIES as KNOWN
 from tests.support.picture_models import make_picture_model
 from tests.support.picture_models import make_tokenizer as family_tokenizer
 from tests.support.pictured import picture, pictures_of, shown, unmodified
+from tests.support.sizes import tiny_folder
 from tests.support.verifiers import closing, score_by
 from tests.support.web import Reply, Server, in_json, serving
 from tests.unit.rewards.test_judge import KEY
@@ -449,9 +451,7 @@ ANSWERS = [make_sample(response=answer) for answer in ("2", "three", "", "becaus
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model."""
-    folder = tmp_path_factory.mktemp("base")
-    make_tiny_model(folder, seed=0)
-    return folder
+    return tiny_folder(tmp_path_factory, seed=0)
 
 
 def classifier(base: Path, outputs: int) -> Any:
@@ -563,12 +563,7 @@ DTYPES = {"qwen3_vl_moe": torch.float32}
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("models")
-
-    def made(family: str) -> Path:
-        path = folder / family
-        return path if path.exists() else make_classifier(path, family)
-
-    return made
+    return cache(lambda family: make_classifier(folder / family, family))
 
 
 def make_classifier(path: Path, family: str) -> Path:
@@ -606,8 +601,7 @@ def seeing_oracle(folder: Path, family: str, given: Sample) -> float:
             pieces += [shown(next(pictures), family), ids(more)]
         pieces += [end, ids("\n")]
     whole = torch.cat(pieces)
-    mask = torch.zeros(len(whole), dtype=torch.bool)
-    one = Batch(torch.tensor([len(whole)]), whole, mask, items_I=(tuple(given.pictures),))
+    one = batch_of([whole], len(whole), items_I=(tuple(given.pictures),))
     model = classifier_class(load_config(str(folder))).from_pretrained(folder, dtype="auto").eval()
     with torch.no_grad():
         hidden = model.model(**unmodified(one, family)).last_hidden_state[0, -1]

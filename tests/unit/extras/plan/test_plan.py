@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from roll.__main__ import main
 from roll.configs import SHIPPED
 from roll.configs.worker import WorkerConfig
-from roll.data.batch import Batch
 from roll.data.columns import Item
 from roll.data.packing import computed_tokens, worth_sharing
 from roll.data.pictures import Pictures
@@ -39,6 +38,7 @@ from roll.models.planned_attention import find_state_layers
 from roll.models.shapes import KNOWN, ModelShape, TowerShape
 from roll.models.tiny import make_tokenizer
 from roll.utils.gpus import GPUS
+from tests.support.batches import batch_of
 from tests.support.cli import call, refused
 from tests.support.families import tiny_config, tiny_model
 from tests.support.known_families import KNOWN as KNOWN_FAMILIES
@@ -515,9 +515,7 @@ def test_operations_of_shared_prompts_are_those_of_the_rows_that_trainers_make(r
     samples = Samples(64, 200, 56, group)
     own = torch.arange(rows * 56).view(rows, 56) + 1000
     prompts = torch.arange(rows).div(group, rounding_mode="floor")[:, None].expand(-1, 200)
-    tokens = torch.cat([prompts, own], dim=1).flatten()
-    batch = Batch(torch.full((rows,), 256), tokens, torch.zeros(rows * 256, dtype=torch.bool))
-    batch = batch.replace(loss_mask_T=batch.positions_T >= 200)
+    batch = batch_of(torch.cat([prompts, own], dim=1), prompts=200)
     shared = worth_sharing(batch)
     computed = computed_tokens([batch], sharing=True)
     share = work.shared_share(role, samples)

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from roll.configs.worker import WorkerConfig
-from roll.data.batch import Batch
 from roll.data.kept_sets import kept_sizes
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
@@ -26,6 +25,7 @@ from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.distributed.weights.buckets import WeightBucket
 from roll.models.tiny import make_tokenizer
 from tests.support import contract
+from tests.support.batches import batch_of
 from tests.support.choice import one_in, slow_but
 from tests.support.contract import (
     assert_scored,
@@ -248,15 +248,9 @@ def test_scores_of_a_batch_agree_with_the_sampled_logprobs(kept, model_path):
     requests = requests_of(prompts(18), max_new_tokens=8, temperature=0.8, seed=5, **kept)  # more than 16 at a time
     with engine_of(model_path(), temperature=0.8) as engine:
         completions = asyncio.run(burst(engine, requests))
-        lengths = [len(r.prompt_ids) + len(c.token_ids) for r, c in zip(requests, completions, strict=True)]
-        flat = [x for r, c in zip(requests, completions, strict=True) for x in (r.prompt_ids, c.token_ids)]
-        mask = [np.full(len(x), i % 2 == 1) for i, x in enumerate(flat)]
-        batch = Batch(
-            lengths_B=torch.tensor(lengths),
-            tokens_T=torch.from_numpy(np.concatenate(flat)),
-            loss_mask_T=torch.from_numpy(np.concatenate(mask)),
-            kept_I=tuple(c.kept for c in completions) if kept else None,
-        )
+        rows = [np.concatenate([r.prompt_ids, c.token_ids]) for r, c in zip(requests, completions, strict=True)]
+        items = tuple(c.kept for c in completions) if kept else None
+        batch = batch_of(rows, [len(r.prompt_ids) for r in requests], kept_I=items)
         scores = engine.logprobs(batch)
     if kept:
         sizes = np.concatenate([kept_sizes(c.kept[0]) for c in completions])

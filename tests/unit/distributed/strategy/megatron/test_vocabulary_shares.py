@@ -1,7 +1,6 @@
 """A vocabulary that lies on two ranks, the last row of the second being padding."""
 
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,7 @@ from roll.distributed.strategy.megatron.scores import VocabularyScorer, Vocabula
 from roll.distributed.strategy.megatron.substitutes import CoreAttention
 from roll.models.megatron.config import megatron_config
 from tests.support.harness import make_batch, make_groups
-from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.ranks import run_ranks
 
 IDS, ROWS, WIDTH, TOKENS = 7, 4, 5, 6
 KL = DivergenceConfig(kd_objective="forward_kl")
@@ -60,8 +59,7 @@ def scores(shared: int) -> dict[str, Tensor]:
     return {name: column for quantity in needs(shared, 0, IDS) for name, column in quantity(p).items()}
 
 
-def rank_main(rank: int, port: int, folder: Path) -> None:
-    enter_rank(port)
+def rank_main(rank: int) -> dict[int, dict[str, Tensor]]:
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=30))
     group = dist.group.WORLD
     share = VocabularyShare(IDS, rank * ROWS, group)
@@ -71,15 +69,13 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
         scorer = VocabularyScorer(share, 1.0, needs(shared, rank * ROWS, ROWS))
         told = scorer(weight, made(TOKENS, WIDTH, seed=1), torch.zeros(TOKENS, dtype=torch.int64), GIVEN)
         found[shared] = {name: tensor.clone() for name, tensor in told.items()}
-    torch.save(found, folder / f"{rank}.pt")
-    leave_rank()
+    return found
 
 
 @pytest.mark.timeout(120)
-def test_ranks_with_and_without_padding_tell_the_same(tmp_path):
-    run_ranks(rank_main, 2, tmp_path)
-    for rank in range(2):
-        for shared, found in torch.load(tmp_path / f"{rank}.pt").items():
+def test_ranks_with_and_without_padding_tell_the_same():
+    for told in run_ranks(rank_main, 2):
+        for shared, found in told.items():
             expected = scores(shared)
             assert len(expected) == 8 and found.keys() == expected.keys()
             for name, column in expected.items():
