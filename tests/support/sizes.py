@@ -17,7 +17,7 @@ def sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_
     }
 
 
-def tiny_folder(folders: Any, seed: int, **shape: int) -> Path:
+def tiny_folder(folders: Any, seed: int, **shape: Any) -> Path:
     """An untrained tiny model in a folder of its own, by pytest's ``tmp_path_factory``."""
     from roll.models.tiny import make_tiny_model
 
