@@ -64,8 +64,8 @@ T = TypeVar("T")
 class EngineThread:
     """Owns the thread. All methods may be called from any thread.
 
-    All that the process computes runs there, loading too, and every other thread has one core: of each that computes
-    with several, OpenMP keeps the helpers, and where helpers are more than cores they sleep between any two operations.
+    All that the process computes runs there, loading included, and any other thread that computes has one core: OpenMP
+    gives each thread helpers of its own, and where there are more of them than cores, they sleep between operations.
 
     Args:
         load: makes the engine, on the thread; what it raises is raised here.
