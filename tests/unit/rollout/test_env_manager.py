@@ -20,6 +20,7 @@ from roll.demo.scripted_play import ScriptedPlay
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeAbortedError, EpisodeSpec, LengthLimits
 from roll.rollout.env_runner import EnvRunner, checked_frame
 from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
+from roll.rollout.plans import GroupPlan
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from tests.support.rollouts import RENDERER, TOKENIZER, Engine
 from tests.support.steps import usual_step
@@ -274,6 +275,12 @@ def asked(mode: str = "step", sampling_seed: int = 77, **keys: Any) -> list[Samp
     engine = Engine("a", "b", "c")
     play(manager(mode, **keys), engine, replace(SPEC, sampling_seed=sampling_seed))
     return [request.params for request in engine.requests]
+
+
+def test_a_plan_records_the_first_groups_alone():
+    plan = GroupPlan(("Echo",), (2,), group_size=3, redundancy=0, seed=0, name="val", num_recorded=2)
+    assert [plan.spec(n).record for n in range(4)] == [True, True, False, False]
+    assert not GroupPlan(("Echo",), (2,), 3, 0, 0, "train").spec(0).record
 
 
 def test_requests_carry_the_sampling_of_the_tag_and_ids_of_their_own():

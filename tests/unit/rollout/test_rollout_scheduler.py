@@ -144,8 +144,6 @@ def test_a_group_id_decides_tag_and_seed():
     greedy = replace(PLAN, greedy=True)
     assert [greedy.spec(n).env_seed for n in range(9)] == [PLAN.spec(n).env_seed for n in range(9)]
     assert greedy.spec(0).greedy
-    recorded = [replace(PLAN, num_recorded=2).spec(n).record for n in range(4)]
-    assert recorded == [True, True, False, False] and not PLAN.spec(0).record
     weighted = replace(PLAN, weights=(1.0, 3.0))
     tags = [weighted.spec(group_id).tag for group_id in range(200)]
     assert all(abs(tags[:n].count("A") - n / 4) < 1 for n in range(201))
