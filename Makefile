@@ -48,7 +48,7 @@ else
 endif
 
 # What answers within a minute on two cores: the mathematics, data, configurations, the states of rollouts, and one run. What
-# goes through all shipped configurations, chat templates or films, or starts processes, takes longer.
+# goes through all shipped configurations or chat templates, or starts processes, takes longer.
 LONGER := $(addprefix %/test_,$(addsuffix .py,overrides config_cli imitated_turns prompts renderer_tools template_check))
 QUICK := "tests/integration/test_offline_pipelines.py::test_without_a_generator_it_trains_and_wrong_rows_are_told_before_ray_starts" \
   $(filter-out $(LONGER),$(wildcard $(addprefix tests/unit/,$(addsuffix /test_*.py,algorithms data configs)))) \

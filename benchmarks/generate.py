@@ -128,7 +128,7 @@ def run_transformers(model: PreTrainedModel, requests: list[GenerateRequest], ba
 
 
 def measure(engine_name: str, path: Path, workloads: Workloads, repeats: int) -> dict[str, float]:
-    """The best of ``repeats`` rounds of each workload."""
+    """Starts a generator and runs each workload ``repeats`` times; see ``best``."""
     if engine_name == TRANSFORMERS:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         return best(lambda requests, clients: run_transformers(model, requests, clients), workloads, repeats)
@@ -142,6 +142,7 @@ def measure(engine_name: str, path: Path, workloads: Workloads, repeats: int) ->
 
 
 def best(run: Callable[[list[GenerateRequest], int], float], workloads: Workloads, repeats: int) -> dict[str, float]:
+    """Tokens per second of the best round, by workload."""
     return {name: max(run(*load) for _ in range(repeats)) for name, load in workloads.items()}
 
 

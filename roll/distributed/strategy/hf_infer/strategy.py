@@ -65,14 +65,14 @@ class EngineThread:
     """Owns the thread. All methods may be called from any thread.
 
     All that the process computes runs there, loading included, and any other thread that computes has one core: OpenMP
-    gives each thread helpers of its own, and where there are more of them than cores, they sleep between operations.
+    gives each thread helpers of its own, and where there are more of them than cores, they sleep between operations. So
+    a process should have one engine: a second one would have one core.
 
     Args:
         load: makes the engine, on the thread; what it raises is raised here.
     """
 
     def __init__(self, load: Callable[[], ContinuousBatching], name: str) -> None:
-        self._num_threads = torch.get_num_threads()
         loaded: Future[None] = Future()
         self._batching: ContinuousBatching
         self._wake = threading.Condition()
@@ -85,12 +85,11 @@ class EngineThread:
         self._closing: str | None = None
         """Reason why the engine is to end."""
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(load, loaded), name=name, daemon=True)
+        work = (load, loaded, torch.get_num_threads())
+        self._thread = threading.Thread(target=self._run, args=work, name=name, daemon=True)
         self._thread.start()
-        try:
-            loaded.result()
-        finally:
-            torch.set_num_threads(1)  # here, and in threads that have not computed yet
+        loaded.result()
+        torch.set_num_threads(1)  # here, and in threads that have not computed yet
 
     def submit(self, sequence: RunningSequence) -> asyncio.Future[Completion]:
         """Queues a sequence; call it on the event loop that will await the future.
@@ -150,8 +149,8 @@ class EngineThread:
         if self._closing:
             raise EngineStoppedError(f"the generation engine {self._closing}")
 
-    def _run(self, load: Callable[[], ContinuousBatching], loaded: Future[None]) -> None:
-        torch.set_num_threads(self._num_threads)
+    def _run(self, load: Callable[[], ContinuousBatching], loaded: Future[None], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
         torch.get_num_threads()  # a thread that has not asked takes what another sets later
         _execute(lambda: setattr(self, "_batching", load()), loaded)
         if loaded.exception() is not None:
@@ -221,7 +220,7 @@ def _execute(function: Callable[[], Any], future: Future[Any]) -> None:
         return  # its caller was cancelled
     try:
         result = function()
-    except Exception as error:  # raised where the result is waited for
+    except BaseException as error:  # raised where the result is waited for, which would else wait for ever
         future.set_exception(error)
     else:
         future.set_result(result)
