@@ -1,4 +1,4 @@
-"""Around a run: a local Ray cluster that does not come up in time, what records its workers, what watches it."""
+"""Around a run: a local Ray cluster that does not come up in time, and what records its workers."""
 
 import gzip
 import json
@@ -12,10 +12,9 @@ import pytest
 import ray
 import torch
 
-from roll.distributed.cluster import hangs, ray_session
+from roll.distributed.cluster import ray_session
 from roll.distributed.cluster.cluster import Worker
 from roll.distributed.cluster.errors import RaySessionError
-from roll.distributed.cluster.hangs import StallWatch
 from roll.distributed.cluster.ray_session import started_too_slowly
 from roll.distributed.cluster.recording import Recording, RecordingOptions
 
@@ -102,20 +101,3 @@ def test_memory_is_a_counter_beside_the_operators(tmp_path):
     worker.start_recording(RecordingOptions())
     [file] = worker.stop_recording(tmp_path / "plain")
     assert b"resident memory" not in gzip.decompress(file.read_bytes())
-
-
-def test_a_watch_that_ends_has_given_up_its_questions(monkeypatch, tmp_path):
-    """A thread that uses Ray while the run disconnects may end the process before the run has told its error."""
-    asked, given_up = threading.Event(), []
-
-    def ask(_processes, _job, _failed, over):
-        asked.set()
-        given_up.append(over.wait(20))
-        time.sleep(0.2)
-        given_up.append(True)
-        return []
-
-    monkeypatch.setattr(hangs, "_on_nodes", ask)
-    with StallWatch({}, tmp_path / "stacks", 2.0, print, lambda: "a step"):
-        assert asked.wait(20)
-    assert given_up == [True, True]
